@@ -1,0 +1,1 @@
+"""What every role shares on one machine: child processes that never outlive their parent, and free ports."""
