@@ -52,10 +52,8 @@ class Child:
     def stop(self, grace_s: float = 10.0) -> int:
         """SIGTERM, wait up to `grace_s` seconds, then SIGKILL what is left of its process group."""
         self.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait(10)

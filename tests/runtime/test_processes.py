@@ -55,7 +55,7 @@ def test_a_guarded_tree_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = (
         "import sys, time; from pathlib import Path; from bucket_grpo.runtime.processes import spawn\n"
-        "spawn([sys.executable, '-m', 'bucket_grpo.runtime.guard', '--', sys.executable, '-c', sys.argv[1], sys.argv[2]],"
+        "spawn([sys.executable, '-m', 'bucket_grpo.runtime.guard', '--', sys.executable, '-c', *sys.argv[1:3]],"
         " name='x', log_path=Path(sys.argv[3]))\n"
         "time.sleep(600)\n"
     )
