@@ -1,0 +1,1 @@
+"""What a run left behind, read back: `report.json`, plots, comparisons and what to change next."""
