@@ -1,0 +1,125 @@
+"""The trainer job's first process: it holds the proxy's listening socket and starts proxy and training.
+
+The proxy may die at any time: it is started again on the same socket, so connections that arrive meanwhile wait in
+the kernel's queue instead of being refused. The training process ends the job: its exit status is ours.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from bucket_grpo.runtime.processes import Child, end_with_parent, spawn
+from bucket_grpo.trainer.job import Outcome, TrainerJob
+
+POLL_S = 0.1
+TERMINATION_GRACE_S = 25.0
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+HEALTHY_AFTER_S = 30.0
+
+
+class Supervisor:
+    """Runs one trainer job to its end. The proxy's config lies in the run folder as `proxy.json`."""
+
+    def __init__(self, job: TrainerJob, job_path: Path) -> None:
+        self.job = job
+        self.job_path = job_path
+        self.logs = job.run_dir / "logs"
+        self.asked_to_stop = False
+        self.proxy_restarts = 0
+
+    def run(self) -> int:
+        end_with_parent(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((self.job.proxy_host, self.job.proxy_port))
+            except OSError as error:
+                return self._fail(
+                    f"the proxy cannot listen on {self.job.proxy_host}:{self.job.proxy_port}: {error.strerror}. "
+                    "Another process has the port: stop it, or choose another proxy_port."
+                )
+            listener.listen(1024)
+            self.proxy = self._start_proxy(listener)
+            training = self._start_training(listener.getsockname()[1])
+            try:
+                return self._watch(listener, training)
+            finally:
+                training.stop(grace_s=2)
+                self.proxy.stop(grace_s=5)
+
+    def _watch(self, listener: socket.socket, training: Child) -> int:
+        stop_by: float | None = None
+        while True:
+            status = training.poll()
+            if status is not None:
+                self._check_outcome(training, status)
+                return status if status >= 0 else 128 - status
+            if self.asked_to_stop and stop_by is None:
+                training.terminate()
+                stop_by = time.monotonic() + TERMINATION_GRACE_S
+            if stop_by is not None and time.monotonic() > stop_by:
+                return self._fail(f"training did not stop within {TERMINATION_GRACE_S:.0f} s of SIGTERM", "terminated")
+            if self.proxy.poll() is not None and not self.asked_to_stop:
+                failure = self._restart_proxy(listener)
+                if failure:
+                    return self._fail(failure)
+            time.sleep(POLL_S)
+
+    def _restart_proxy(self, listener: socket.socket) -> str | None:
+        """Start the proxy again; the reason for giving up, if it dies too often."""
+        died = self.proxy
+        lived_s = time.monotonic() - died.started_at
+        self.proxy_restarts += 1
+        if self.proxy_restarts > self.job.max_proxy_restarts:
+            return f"the proxy died {self.proxy_restarts} times; the last lines of its log:\n{died.tail(8)}"
+        # An exit status of its own (bad config, a bug at import) repeats at once: do not hide it behind restarts.
+        if died.poll() in (1, 2, 3) and lived_s < 3:
+            return f"the proxy cannot start (exit status {died.poll()}):\n{died.tail(8)}"
+        step = 0 if lived_s > HEALTHY_AFTER_S else min(self.proxy_restarts - 1, len(BACKOFF_S) - 1)
+        print(f"proxy ended with status {died.poll()} after {lived_s:.0f} s; starting it again", flush=True)
+        time.sleep(BACKOFF_S[step])
+        self.proxy = self._start_proxy(listener)
+        return None
+
+    def _start_proxy(self, listener: socket.socket) -> Child:
+        config = self.job.run_dir / "proxy.json"
+        return spawn(
+            [sys.executable, "-m", "bucket_grpo.proxy", "--config", str(config), "--fd", str(listener.fileno())],
+            name="proxy",
+            log_path=self.logs / "proxy.log",
+            pass_fds=[listener.fileno()],
+        )
+
+    def _start_training(self, proxy_port: int) -> Child:
+        command = [sys.executable, "-m", "bucket_grpo.trainer.train", "--config", str(self.job_path)]
+        url = f"http://{self.job.proxy_host}:{proxy_port}"
+        (self.job.run_dir / "proxy.url").write_text(url)
+        return spawn(
+            [*command, "--proxy-url", url],
+            name="training",
+            log_path=self.logs / "trainer.log",
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    def _check_outcome(self, training: Child, status: int) -> None:
+        """A process that was killed, or died in a library, leaves no outcome: write one with its last words."""
+        if not (self.job.run_dir / "outcome.json").exists():
+            how = f"signal {-status}" if status < 0 else f"exit status {status}"
+            lines = [line for line in training.tail(30).splitlines() if line.strip()]
+            last = lines[-1] if lines else "it left no log"
+            Outcome(exit_reason="died", error=f"the training process ended with {how}: {last}").write(self.job.run_dir)
+
+    def _fail(self, message: str, reason: str = "error") -> int:
+        print(message, file=sys.stderr, flush=True)
+        if not (self.job.run_dir / "outcome.json").exists():
+            Outcome(exit_reason=reason, error=message).write(self.job.run_dir)
+        return 1
+
+    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+        self.asked_to_stop = True
