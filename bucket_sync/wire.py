@@ -5,9 +5,8 @@ Level-triggered: each message states the whole wish or the whole state, so a los
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from bucket_grpo.bucket_sync.vocabulary import VersionRef, VersionState
+from pydantic import BaseModel, ConfigDict, Field
 
 EngineState = Literal["starting", "ready", "stalled", "dead", "failed", "stopping"]
 
@@ -29,7 +28,7 @@ class VersionStatus(BaseModel):
 
 
 class Load(BaseModel):
-    """What vLLM's own metrics say. `generated_tokens_total` is the sign of life: `/health` is 200 on a stalled engine."""
+    """What vLLM's metrics say. `generated_tokens_total` is the sign of life: `/health` is 200 on a stalled engine."""
 
     running: int = 0
     waiting: int = 0
@@ -45,7 +44,9 @@ class AgentStatus(BaseModel):
     seq: int
     replica: str
     boot_id: str = Field(description="new at each start of the agent")
-    engine_epoch: int = Field(description="counts starts of vLLM under this agent; a change means that nothing is loaded")
+    engine_epoch: int = Field(
+        description="counts starts of vLLM under this agent; a change means that nothing is loaded"
+    )
     engine: EngineState
     reason: str | None = Field(default=None, description="why the engine is not ready, from its own log")
     base_model: str
