@@ -58,7 +58,7 @@ def check_config(config: Mapping) -> tuple[int, float]:
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if not _is_positive(rank) or not isinstance(rank, int):
         raise VersionRejected("bad_config", f"adapter_config: r is {rank!r}, not a positive whole number")
-    if not _is_positive(alpha):
+    if not _is_positive(alpha) or not isinstance(alpha, int | float):
         raise VersionRejected("bad_config", f"adapter_config: lora_alpha is {alpha!r}, not a positive number")
     named = isinstance(targets, str) or (isinstance(targets, list) and all(isinstance(item, str) for item in targets))
     if not targets or not named:
