@@ -4,6 +4,7 @@ The proxy may die at any time: it is started again on the same socket, so connec
 the kernel's queue instead of being refused. The training process ends the job: its exit status is ours.
 """
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from types import FrameType
 
 from bucket_grpo.runtime.processes import Child, end_with_parent, spawn
 from bucket_grpo.trainer.job import Outcome, TrainerJob
+from bucket_grpo.trainer.run_file import RunFile
 
 POLL_S = 0.1
 TERMINATION_GRACE_S = 25.0
@@ -22,7 +24,7 @@ HEALTHY_AFTER_S = 30.0
 
 
 class Supervisor:
-    """Runs one trainer job to its end. The proxy's config lies in the run folder as `proxy.json`."""
+    """Runs one trainer job to its end."""
 
     def __init__(self, job: TrainerJob, job_path: Path) -> None:
         self.job = job
@@ -88,7 +90,7 @@ class Supervisor:
         return None
 
     def _start_proxy(self, listener: socket.socket) -> Child:
-        config = self.job.run_dir / "proxy.json"
+        config = write_proxy_config(self.job)
         return spawn(
             [sys.executable, "-m", "bucket_grpo.proxy", "--config", str(config), "--fd", str(listener.fileno())],
             name="proxy",
@@ -123,3 +125,24 @@ class Supervisor:
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.asked_to_stop = True
+
+
+def write_proxy_config(job: TrainerJob) -> Path:
+    """`proxy.json` in the run folder: what the job and its run file say about the proxy."""
+    run = RunFile.load(job.run_file)
+    config = {
+        "host": job.proxy_host,
+        "port": job.proxy_port,
+        "run": job.run,
+        "incarnation": job.incarnation,
+        "base_model": run.model_name_or_path,
+        "dtype": run.dtype,
+        "replicas": job.replicas,
+        "journal_dir": str(job.run_dir / "journal"),
+        "journal_sample_frac": job.journal_sample_frac,
+        "max_staleness": run.max_staleness,
+        "bucket": job.bucket if job.sync == "blocking" else None,
+    }
+    path = job.run_dir / "proxy.json"
+    path.write_text(json.dumps(config, indent=1))
+    return path

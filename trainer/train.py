@@ -1,0 +1,183 @@
+"""The training process: run file → `AsyncGRPOConfig` → TRL's trainer on our seam, metrics and an outcome in the run folder."""
+
+import argparse
+import importlib.metadata
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from bucket_grpo.bucket_sync.publisher import Publisher, PublishFailed, Superseded
+from bucket_grpo.bucket_sync.store_contract import StoreError
+from bucket_grpo.bucket_sync.stores import open_store
+from bucket_grpo.bucket_sync.version_file import VersionRejected
+from bucket_grpo.runtime.processes import end_with_parent
+from bucket_grpo.trainer import tree_attention
+from bucket_grpo.trainer.canary import canary_tokens
+from bucket_grpo.trainer.datasets import load_train_dataset
+from bucket_grpo.trainer.job import Outcome, TrainerJob
+from bucket_grpo.trainer.rewards import load_rewards
+from bucket_grpo.trainer.run_file import RunFile
+from bucket_grpo.trainer.tiny_model import resolve_model
+from bucket_grpo.trainer.trl_seam import BucketGRPOTrainer
+
+VERSIONS_OF = ("trl", "peft", "transformers", "torch", "huggingface_hub", "accelerate")
+
+
+class RunFolder(TrainerCallback):
+    """Writes each logged step to `metrics.jsonl`, and stops the training cleanly after SIGTERM."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "metrics.jsonl"
+        self.started = time.monotonic()
+        self.first_step_s: float | None = None
+        self.terminated = False
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+        self.started = time.monotonic()
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        if self.first_step_s is None:
+            self.first_step_s = time.monotonic() - self.started
+        if self.terminated:
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any] | None = None, **_kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        row = {"step": state.global_step, "time": time.time(), **logs}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row, default=float) + "\n")
+
+    def on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        self.terminated = True
+
+
+def build_config(run: RunFile, job: TrainerJob, proxy_url: str) -> AsyncGRPOConfig:
+    """TRL's config: what the run file says, and what follows from where the job runs."""
+    return AsyncGRPOConfig(
+        **{
+            **run.trl_arguments(),
+            # Local disk: a slow bucket must never be in the way of a step.
+            "output_dir": str(job.run_dir / "trl"),
+            "vllm_server_base_url": proxy_url,
+            "vllm_server_timeout": job.server_timeout_s,
+        }
+    )
+
+
+def build_trainer(run: RunFile, job: TrainerJob, proxy_url: str, folder: RunFolder) -> BucketGRPOTrainer:
+    model = resolve_model(run.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    dataset = load_train_dataset(run, tokenizer)
+    tree_attention.install_where_needed()
+    store = open_store(job.bucket, confirm=job.confirm)
+
+    def make_publisher(on_live: Callable[[int], None]) -> Publisher:
+        return Publisher(
+            store,
+            proxy_url,
+            run=job.run,
+            incarnation=job.incarnation,
+            base_model=run.model_name_or_path,
+            max_staleness=run.max_staleness,
+            on_live=on_live,
+        )
+
+    return BucketGRPOTrainer(
+        model=model,
+        args=build_config(run, job, proxy_url),
+        reward_funcs=load_rewards(run),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**run.lora_arguments()),
+        callbacks=[folder],
+        make_publisher=make_publisher,
+        canary_prompt=canary_tokens(tokenizer, dataset[0]["prompt"]),
+        first_version_timeout_s=job.server_timeout_s,
+    )
+
+
+def train(job: TrainerJob, proxy_url: str) -> Outcome:
+    """Train to the end. Raises what stops the run; whatever happens, the publisher's figures are left in the run folder."""
+    run = RunFile.load(job.run_file)
+    folder = RunFolder(job.run_dir)
+    signal.signal(signal.SIGTERM, folder.on_sigterm)
+    trainer = build_trainer(run, job, proxy_url, folder)
+    started = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=str(job.resume_from) if job.resume_from else None)
+    finally:
+        wall_clock_s = time.monotonic() - started
+        trainer.rollout_worker.stop()
+        if trainer.publisher is not None:
+            trainer.publisher.close(timeout=30)
+            write_json(job.run_dir / "publisher.json", trainer.publisher.stats())
+        save_proxy_status(job.run_dir, proxy_url)
+    return Outcome(
+        exit_reason="terminated" if folder.terminated else "finished",
+        seed=trainer.args.seed,
+        steps=trainer.state.global_step,
+        wall_clock_s=wall_clock_s,
+        time_to_first_step_s=folder.first_step_s,
+        versions={name: importlib.metadata.version(name) for name in VERSIONS_OF},
+    )
+
+
+def save_proxy_status(run_dir: Path, proxy_url: str) -> None:
+    """Keep the proxy's last word for the report. The proxy may be gone when the run failed: then there is none."""
+    try:
+        status = httpx.get(f"{proxy_url}/status", timeout=5).json()
+    except (httpx.HTTPError, ValueError) as error:
+        print(f"no last status of the proxy: {error}", file=sys.stderr)
+        return
+    write_json(run_dir / "proxy_status.json", status)
+
+
+def write_json(path: Path, value: Any) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(value, indent=1))
+    scratch.rename(path)
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost cause's message: TRL wraps what happened in its worker in several layers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bucket_grpo.trainer.train", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--proxy-url", required=True)
+    arguments = parser.parse_args()
+    end_with_parent(signal.SIGTERM)
+    job = TrainerJob.read(arguments.config)
+    try:
+        outcome = train(job, arguments.proxy_url)
+    except Superseded as error:
+        outcome = Outcome(exit_reason="superseded", error=str(error))
+    except (PublishFailed, VersionRejected, StoreError) as error:
+        outcome = Outcome(exit_reason="error", error=str(error))
+    except Exception as error:
+        Outcome(exit_reason="error", error=root_cause(error)).write(job.run_dir)
+        raise
+    outcome.write(job.run_dir)
+    if outcome.error:
+        print(outcome.error, file=sys.stderr)
+    return 0 if outcome.error is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
