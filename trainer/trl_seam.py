@@ -59,7 +59,7 @@ class DeferredBump:
 
 
 class StallFreeClient(VLLMClient):
-    """TRL's client with the calls of a sync redirected to the publisher. The read-only calls go to the proxy as before."""
+    """TRL's client with the calls of a sync redirected to the publisher; the read-only calls still go to the proxy."""
 
     def __init__(
         self,
