@@ -47,11 +47,20 @@ def mount(
 def serve(
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 0,
     root: Annotated[Path, typer.Option(help="where buckets and their contents are kept")] = Path("hub"),
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    user: Annotated[list[str] | None, typer.Option(help="a user to have (default: me); may be repeated")] = None,
+    org: Annotated[list[str] | None, typer.Option(help="an organization that new users belong to")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help='JSON, e.g. {"kind":"status","status":429}')] = None,
 ) -> None:
-    """A local Hub: buckets, content-addressed storage, tokens. Use it through HF_ENDPOINT."""
+    """A local Hub: buckets, content-addressed storage, tokens. Use it through HF_ENDPOINT and HF_TOKEN."""
+    from bucket_grpo.emulator.hub import HubInUse
     from bucket_grpo.emulator.hub import serve as serve_hub
 
-    serve_hub(port=port, root=root)
+    try:
+        serve_hub(root, host, port, users=user or ["me"], orgs=org or [], faults=fault or [])
+    except (HubInUse, ValueError, OSError) as error:
+        print(f"cannot serve {root} on {host}:{port}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":
