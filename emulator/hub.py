@@ -94,10 +94,14 @@ def create_app(hub: Hub) -> Starlette:
         assert isinstance(error, HubError)
         return error.response()
 
+    def refuse_unknown(request: Request, error: Exception) -> Response:
+        """The Hub says 404 also where a path is known, but not with this method."""
+        return HubError(404, f"no route {request.method} {request.url.path} on the emulated Hub").response()
+
     app = Starlette(
         routes=[*hub_routes.routes(), *hub_cas.routes(), *hub_control.routes()],
         middleware=[Middleware(FaultMiddleware, book=hub.faults)],
-        exception_handlers={HubError: refuse},
+        exception_handlers={HubError: refuse, 404: refuse_unknown, 405: refuse_unknown},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

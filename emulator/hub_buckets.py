@@ -103,6 +103,7 @@ class Buckets:
         self._applying_due = threading.Lock()
 
     def create(self, namespace: str, name: str, private: bool) -> Bucket:
+        """A new, empty bucket. Raises `KeyError` where the name is taken."""
         now = time.time()
         try:
             with self._database.transaction() as connection:
@@ -111,7 +112,7 @@ class Buckets:
                     (namespace, name, private, now, now),
                 )
         except sqlite3.IntegrityError as error:
-            raise HubError(409, f"You already created this bucket: {namespace}/{name}") from error
+            raise KeyError(f"{namespace}/{name} already exists") from error
         return self.get(namespace, name)
 
     def get(self, namespace: str, name: str) -> Bucket:
@@ -140,13 +141,14 @@ class Buckets:
             connection.execute("UPDATE buckets SET private = ? WHERE id = ?", (private, bucket.row))
 
     def move(self, bucket: Bucket, namespace: str, name: str) -> None:
+        """Give a bucket another name. Raises `KeyError` where the name is taken."""
         try:
             with self._database.transaction() as connection:
                 connection.execute(
                     "UPDATE buckets SET namespace = ?, name = ? WHERE id = ?", (namespace, name, bucket.row)
                 )
         except sqlite3.IntegrityError as error:
-            raise HubError(409, f"{namespace}/{name} already exists") from error
+            raise KeyError(f"{namespace}/{name} already exists") from error
 
     def file(self, bucket: Bucket, path: str) -> File:
         row = self._database.row(f"SELECT {FILE_COLUMNS} FROM files WHERE bucket = ? AND path = ?", bucket.row, path)

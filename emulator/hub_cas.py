@@ -32,8 +32,13 @@ def store_id(hub: "Hub") -> str:
     return hub.database.setting("store_id", uuid.uuid4().hex[:12])
 
 
+def base_url(request: Request) -> str:
+    """The URL under which the caller reached this server."""
+    return str(request.base_url).rstrip("/")
+
+
 def cas_url(request: Request) -> str:
-    return f"{str(request.base_url).rstrip('/')}/cas/{store_id(hub_of(request))}"
+    return f"{base_url(request)}/cas/{store_id(hub_of(request))}"
 
 
 def hub_of(request: Request) -> "Hub":
@@ -45,7 +50,7 @@ def signed_url(request: Request, path: str) -> str:
     """A URL on this server that is valid for an hour and needs no token."""
     query = {"expires": str(int(time.time()) + URL_LIFETIME_S)}
     query["signature"] = hub_of(request).tokens.sign(f"{path}?{query['expires']}")
-    return f"{str(request.base_url).rstrip('/')}{path}?{urlencode(query)}"
+    return f"{base_url(request)}{path}?{urlencode(query)}"
 
 
 def check_signature(request: Request) -> None:

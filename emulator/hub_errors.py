@@ -13,6 +13,7 @@ class HubError(Exception):
     message: str
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.status}: {self.message}"
@@ -21,7 +22,7 @@ class HubError(Exception):
         headers = {"X-Error-Message": self.message, **self.headers}
         if self.code:
             headers["X-Error-Code"] = self.code
-        return JSONResponse({"error": self.message}, self.status, headers)
+        return JSONResponse({"error": self.message, **self.details}, self.status, headers)
 
 
 def bucket_not_found(authenticated: bool) -> HubError:

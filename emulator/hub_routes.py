@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from bucket_grpo.emulator.events import iso, read_resume_point
 from bucket_grpo.emulator.hub_buckets import AddFile, Bucket, CopyFile, DeleteFile, File, Folder, Refused, parse_batch
-from bucket_grpo.emulator.hub_cas import cas_url, hub_of, signed_url
+from bucket_grpo.emulator.hub_cas import base_url, cas_url, hub_of, signed_url
 from bucket_grpo.emulator.hub_errors import HubError, bucket_not_found, invalid_token
 from bucket_grpo.emulator.hub_faults import fault_for
 from bucket_grpo.emulator.tokens import Identity
@@ -82,8 +82,12 @@ async def create_bucket(request: Request) -> Response:
         raise HubError(400, f"{name!r} is not a valid name for a bucket")
     wishes = json.loads(await request.body() or b"{}")
     private = wishes.get("visibility") == "private" or bool(wishes.get("private"))
-    bucket = hub_of(request).buckets.create(namespace, name, private)
-    return JSONResponse({"url": f"{str(request.base_url).rstrip('/')}/buckets/{bucket.id}", "id": bucket.id})
+    where = {"url": f"{base_url(request)}/buckets/{namespace}/{name}", "id": f"{namespace}/{name}"}
+    try:
+        hub_of(request).buckets.create(namespace, name, private)
+    except KeyError as error:
+        raise HubError(409, f"You already created this bucket: {namespace}/{name}", details=where) from error
+    return JSONResponse(where)
 
 
 def bucket_info(request: Request) -> Response:
@@ -136,7 +140,10 @@ async def move_repository(request: Request) -> Response:
     namespace, _, name = wishes["toRepo"].partition("/")
     identity.require_write(bucket.namespace)
     identity.require_write(namespace)
-    hub_of(request).buckets.move(bucket, namespace, name)
+    try:
+        hub_of(request).buckets.move(bucket, namespace, name)
+    except KeyError as error:
+        raise HubError(409, f"{wishes['toRepo']} already exists") from error
     return JSONResponse({})
 
 
@@ -156,7 +163,7 @@ def tree(request: Request) -> Response:
     if len(page) > limit:
         query = {**request.query_params, "cursor": page[limit - 1].path}
         # The path is quoted anew, since a prefix may hold characters that a URL must not.
-        url = f"{str(request.base_url).rstrip('/')}{quote(request.url.path)}?{urlencode(query)}"
+        url = f"{base_url(request)}{quote(request.url.path)}?{urlencode(query)}"
         headers["Link"] = f'<{url}>; rel="next"'
     return JSONResponse([_entry(entry) for entry in page[:limit]], headers=headers)
 
@@ -237,7 +244,7 @@ def resolve(request: Request) -> Response:
     """
     bucket = readable(request)
     file = hub_of(request).buckets.file(bucket, request.path_params["path"])
-    token_route = f"{str(request.base_url).rstrip('/')}/api/buckets/{bucket.id}/xet-read-token"
+    token_route = f"{base_url(request)}/api/buckets/{bucket.id}/xet-read-token"
     headers = {
         "X-Xet-Hash": file.xet_hash,
         "X-Xet-Refresh-Route": token_route,
@@ -274,8 +281,15 @@ async def events(request: Request) -> Response:
     return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
+def other_repository(request: Request) -> Response:
+    """Models, datasets and spaces: to this Hub, they don't exist."""
+    raise HubError(404, "Repository not found (the emulated Hub holds buckets only)", "RepoNotFound")
+
+
 def routes() -> list[Route]:
+    others = [Route(f"/api/{kind}/{{rest:path}}", other_repository) for kind in ("models", "datasets", "spaces")]
     return [
+        *others,
         Route("/api/whoami-v2", whoami),
         Route("/api/repos/move", move_repository, methods=["POST"]),
         Route("/api/buckets/{namespace}", list_buckets),
