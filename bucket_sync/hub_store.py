@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+
 from bucket_grpo.bucket_sync.store_contract import (
     Conflict,
     NotConfirmed,
@@ -21,7 +23,6 @@ from bucket_grpo.bucket_sync.store_contract import (
     check_key,
 )
 from bucket_grpo.bucket_sync.version_file import MAX_VERSION_BYTES
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
 if TYPE_CHECKING:
     from huggingface_hub import BucketFile

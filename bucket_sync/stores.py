@@ -19,15 +19,15 @@ __all__ = [
 ]
 
 
-def open_store(url: str | Path, *, committed_in: str | Path | None = None) -> Store:
+def open_store(url: str | Path, *, confirm: str | Path | None = None) -> Store:
     """The store behind `hf://buckets/namespace/name` or a path.
 
     Args:
-        committed_in: for a mounted path, the URL of the bucket behind it (or the objects folder behind an emulated
+        confirm: for a mounted path, the URL of the bucket behind it (or the objects folder behind an emulated
             mount), which is asked whether a commit worked.
     """
     if str(url).startswith(URL_PREFIX):
         return HubStore(str(url))
     if "://" in str(url):
         raise StoreError(f"{url}: unknown kind of store; use a path or {URL_PREFIX}<namespace>/<name>")
-    return MountedStore(Path(url), committed_in=None if committed_in is None else open_store(committed_in))
+    return MountedStore(Path(url), committed_in=None if confirm is None else open_store(confirm))

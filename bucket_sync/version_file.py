@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from bucket_grpo.bucket_sync.lora_rules import VersionRejected, check_adapter
 from bucket_grpo.bucket_sync.safetensors_file import (
     MalformedFile,
@@ -23,7 +25,6 @@ from bucket_grpo.bucket_sync.safetensors_file import (
     parse,
 )
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 __all__ = [
     "FORMAT",

@@ -5,8 +5,9 @@ Level-triggered: each message states the whole wish or the whole state, so a los
 
 from typing import Literal
 
-from bucket_grpo.bucket_sync.vocabulary import VersionRef, VersionState
 from pydantic import BaseModel, ConfigDict, Field
+
+from bucket_grpo.bucket_sync.vocabulary import VersionRef, VersionState
 
 EngineState = Literal["starting", "ready", "stalled", "dead", "failed", "stopping"]
 

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+
 from bucket_grpo.bucket_sync.safetensors_file import TensorInfo, header_for
 
 RUN, INCARNATION, BASE = "sanity-r1", "20261130t154500z-a1b2c3", "tiny/base"

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from bucket_grpo.bucket_sync.mounted_store import MountedStore, is_mount
 from bucket_grpo.bucket_sync.stores import Conflict, HubStore, NotConfirmed, NotFound, StoreError, open_store
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peft_folders import BASE, INCARNATION, RUN
+
 from bucket_grpo.bucket_sync.version_file import Canary, VersionRejected, pack_version, verify_version
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
-from peft_folders import BASE, INCARNATION, RUN
 
 WHO = {"run": RUN, "incarnation": INCARNATION, "number": 14, "step": 52, "base_model": BASE}
 PREFIX = "base_model.model.model.layers.0.self_attn"
