@@ -10,13 +10,14 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bucket_grpo.bucket_sync.vocabulary import CURRENT_FILE, mint_incarnation
+from bucket_grpo.bucket_sync.current import claim
+from bucket_grpo.bucket_sync.stores import open_store
+from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
 from bucket_grpo.cli.local import LocalRun, PartFailed
 from bucket_grpo.cli.progress import Progress
 from bucket_grpo.runtime.jsonl import Follower
@@ -62,7 +63,7 @@ class Demo:
         """Start every part; returns the trainer job's supervisor."""
         self.progress.phase("bucket and mounts")
         self.local.check_disk()
-        self._write_current()
+        claim(open_store(self.local.objects), self.run, self.incarnation)
         trainer_mount = self.local.mount("trainer", read_only=False)
         replica_mounts = [self.local.mount(f"vllm-{i}", read_only=True) for i in range(self.options.replicas)]
         if not trainer_mount.fuse:
@@ -132,19 +133,6 @@ class Demo:
         self.local.children.remove(trainer)  # its end is the run's end, not a lost part
         self.trainer = trainer
         return trainer
-
-    def _write_current(self) -> None:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        record = {
-            "run": self.run,
-            "incarnation": self.incarnation,
-            "state": "running",
-            "started_at": now,
-            "heartbeat_at": now,
-        }
-        folder = self.local.objects / self.run
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CURRENT_FILE).write_text(json.dumps(record))
 
     def _proxy_status(self, client: httpx.Client) -> dict[str, Any] | None:
         url = self.run_dir / "proxy.url"

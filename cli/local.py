@@ -56,7 +56,7 @@ class LocalRun:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of the run's jobs: ours, the shared bearer token, and nothing that points at a real Hub token."""
+        """The environment of the run's jobs: ours with the shared bearer token, and without the user's Hub token."""
         env = {key: value for key, value in os.environ.items() if key not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
         return {**env, "BUCKET_GRPO_TOKEN": self.token, "TOKENIZERS_PARALLELISM": "false"}
 

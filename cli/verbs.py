@@ -1,4 +1,4 @@
-"""The verbs of `bucket-grpo`. Heavy imports stay inside the verb that needs them: `--help` and `check` need no torch."""
+"""The verbs of `bucket-grpo`. Heavy imports stay inside the verb that needs them: `check` needs no torch."""
 
 import json
 import sys

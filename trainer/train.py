@@ -1,4 +1,4 @@
-"""The training process: run file → `AsyncGRPOConfig` → TRL's trainer on our seam, metrics and an outcome in the run folder."""
+"""The training process: run file → `AsyncGRPOConfig` → TRL's trainer on our seam → metrics and an outcome."""
 
 import argparse
 import importlib.metadata
@@ -109,7 +109,7 @@ def build_trainer(run: RunFile, job: TrainerJob, proxy_url: str, folder: RunFold
 
 
 def train(job: TrainerJob, proxy_url: str) -> Outcome:
-    """Train to the end. Raises what stops the run; whatever happens, the publisher's figures are left in the run folder."""
+    """Train to the end. Raises what stops the run; the publisher's figures are left in the run folder in any case."""
     run = RunFile.load(job.run_file)
     folder = RunFolder(job.run_dir)
     signal.signal(signal.SIGTERM, folder.on_sigterm)
