@@ -1,0 +1,1 @@
+"""One vLLM server in TRL's eyes, a fleet of replicas behind it."""

@@ -1,0 +1,277 @@
+"""Which replica answers a request: whole groups together, on the replica with the least expected work.
+
+A group is all rollouts of one prompt under one version. Its first request decides for all of them; later ones follow
+it, since the prompt is in that replica's prefix cache. Work is counted in decode tokens: the completion that is to be
+expected, plus the uncached prompt at `prefill_weight`. Pure: no I/O and no clock; every placement is given back
+through `finish`. Nothing here needs to survive a restart.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Route = Literal["affinity", "cold", "spilled"]
+
+TOKEN_BYTES = 4
+BLOCK_BYTES = 16 * TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class Backlog:
+    """One replica's work. `pace` is seconds per token, corrected for how many requests ran beside it."""
+
+    url: str
+    epoch: int = 0
+    running: int = 0
+    tokens: float = 0.0
+    pace: float | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """`reserved` is the work of the rollouts that are still to come: it counts before they arrive."""
+
+    key: bytes
+    owner: Backlog
+    epoch: int
+    prompt_bytes: int
+    follows: bool
+    end: tuple[int, bytes] | None
+    size: int = 0
+    reserved: float = 0.0
+
+
+@dataclass(slots=True)
+class Placement:
+    url: str
+    route: Route
+    version: int
+    charge: float
+    running_at_start: int
+
+
+@dataclass(slots=True)
+class Prompts:
+    """The groups of one version, oldest first, and where their prompts end in the chain of blocks.
+
+    Only the end of a whole known prompt attracts a longer one: that is the next turn of a conversation. A prefix that
+    prompts merely share (a template) ends no prompt and so attracts nothing.
+    """
+
+    expected_tokens: float
+    groups: "OrderedDict[bytes, Group]" = field(default_factory=OrderedDict)
+    ends: dict[tuple[int, bytes], Group] = field(default_factory=dict)
+    tail_lengths: dict[int, set[int]] = field(default_factory=dict)
+
+    def remember(self, group: Group, limit: int) -> None:
+        self.groups[group.key] = group
+        if group.end is not None:
+            self.ends[group.end] = group
+            self.tail_lengths.setdefault(group.end[0], set()).add(len(group.end[1]))
+        if len(self.groups) > limit:
+            _, oldest = self.groups.popitem(last=False)
+            if oldest.end is not None and self.ends.get(oldest.end) is oldest:
+                del self.ends[oldest.end]
+                if len(self.ends) == 0:
+                    self.tail_lengths.clear()
+
+    def longest_ending_in(self, prompt: bytes, chain: list[int]) -> Group | None:
+        """The known group with the longest prompt that `prompt` begins with."""
+        for blocks in range(len(chain), 0, -1):
+            link = chain[blocks - 1]
+            start = blocks * BLOCK_BYTES
+            for length in sorted(self.tail_lengths.get(link, ()), reverse=True):
+                group = self.ends.get((link, prompt[start : start + length]))
+                if group is not None:
+                    return group
+        return None
+
+
+def chain_of(prompt: bytes) -> list[int]:
+    """One hash per whole block, each over all blocks up to it."""
+
+    def links() -> Iterator[int]:
+        link = 0
+        for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            link = hash((link, prompt[start : start + BLOCK_BYTES]))
+            yield link
+
+    return list(links())
+
+
+class Router:
+    """Places requests; a replica is known from the first time that it is a candidate.
+
+    Args:
+        prefill_weight: what a prompt token costs, in decode tokens.
+        spill_ratio: a group moves only if its replica has this much more work than the best other would have with it.
+        open_groups: a group is taken for complete when this many younger ones have started.
+        max_groups: how many groups a version remembers.
+        batch_knee: with this many requests in its batch a replica takes twice as long for a token as with none.
+        expected_tokens: the length of a completion before any has been seen.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefill_weight: float = 0.05,
+        spill_ratio: float = 1.5,
+        open_groups: int = 16,
+        max_groups: int = 16384,
+        batch_knee: float = 64.0,
+        expected_tokens: float = 256.0,
+    ) -> None:
+        self._prefill_weight = prefill_weight / TOKEN_BYTES
+        self._spill_ratio, self._knee = spill_ratio, batch_knee
+        self._open_limit, self._max_groups = open_groups, max_groups
+        self._expected_tokens = expected_tokens
+        self._group_size = 1.0
+        self._pace: float | None = None
+        self.backlogs: dict[str, Backlog] = {}
+        self._versions: dict[int, Prompts] = {}
+        self._open: deque[Group] = deque()
+
+    def place(self, version: int, key: bytes, prompt: bytes, max_tokens: int, candidates: Sequence[str]) -> Placement:
+        """Choose one of `candidates` (at least one) for a request.
+
+        Args:
+            version: the number of the version that will answer; 0 for the base model.
+            key: identifies the whole prompt, e.g. its digest.
+            prompt: the prompt's token ids as little-endian 32-bit integers.
+            max_tokens: the most that may be generated.
+        """
+        prompts = self._versions.get(version)
+        if prompts is None:
+            prompts = self._versions[version] = Prompts(self._expected_tokens)
+        completion = min(prompts.expected_tokens, max_tokens)
+        group = prompts.groups.get(key)
+        route: Route
+        if group is None:
+            group, route, uncached = self._start(prompts, key, prompt, completion, candidates)
+        else:
+            route = self._follow(group, completion, candidates)
+            uncached = 0 if route == "affinity" else len(prompt)
+        owner = group.owner
+        arrived = min(group.reserved, completion)
+        group.reserved -= arrived
+        group.size += 1
+        charge = completion + self._prefill_weight * uncached
+        owner.tokens += charge - arrived
+        owner.running += 1
+        return Placement(owner.url, route, version, charge, owner.running)
+
+    def finish(self, placement: Placement, *, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Give a placement back: `tokens` were generated in `seconds`; 0 tokens if it failed."""
+        backlog = self.backlogs[placement.url]
+        beside = (placement.running_at_start + backlog.running) / 2
+        backlog.tokens -= placement.charge
+        backlog.running -= 1
+        if tokens <= 0 or seconds <= 0:
+            return
+        prompts = self._versions.get(placement.version)
+        if prompts is not None:
+            prompts.expected_tokens += 0.02 * (tokens - prompts.expected_tokens)
+            self._expected_tokens = prompts.expected_tokens
+        pace = seconds / tokens / (1 + beside / self._knee)
+        self._pace = pace if self._pace is None else self._pace + 0.02 * (pace - self._pace)
+        backlog.pace = self._pace if backlog.pace is None else backlog.pace + 0.05 * (pace - backlog.pace)
+
+    def forget_replica(self, url: str) -> None:
+        """Its cache is gone, and maybe it is another machine now: no group is there any more."""
+        backlog = self.backlogs.get(url)
+        if backlog is not None:
+            backlog.epoch += 1
+            backlog.pace = None
+
+    def forget_version(self, version: int) -> None:
+        """It has retired: none of its prompts will come again."""
+        self._versions.pop(version, None)
+
+    def expected_tokens(self, version: int) -> float:
+        """How long a completion of `version` (or of the one before it) is on average, in tokens."""
+        prompts = self._versions.get(version)
+        return self._expected_tokens if prompts is None else prompts.expected_tokens
+
+    def seconds_for(self, url: str, tokens: int) -> float | None:
+        """How long `tokens` would take on a replica with what runs there now; None before anything has finished."""
+        backlog = self.backlogs[url]
+        pace = backlog.pace if backlog.pace is not None else self._pace
+        return None if pace is None else tokens * pace * (1 + backlog.running / self._knee)
+
+    def _cost(self, backlog: Backlog, extra: float = 0.0) -> float:
+        """Expected work as time; only comparable with another replica's."""
+        pace = backlog.pace if backlog.pace is not None else self._pace
+        return (backlog.tokens + extra) * (1.0 if pace is None else pace)
+
+    def _least_loaded(self, candidates: Sequence[str]) -> Backlog:
+        best: Backlog | None = None
+        best_cost = 0.0
+        for url in candidates:
+            backlog = self.backlogs.get(url)
+            if backlog is None:
+                backlog = self.backlogs[url] = Backlog(url)
+            cost = self._cost(backlog)
+            if best is None or cost < best_cost:
+                best, best_cost = backlog, cost
+        if best is None:
+            raise ValueError("a request was to be placed, but there is no candidate")
+        return best
+
+    def _start(
+        self, prompts: Prompts, key: bytes, prompt: bytes, completion: float, candidates: Sequence[str]
+    ) -> tuple[Group, Route, int]:
+        """A new group goes where a prompt that it extends was answered, else where the least work is."""
+        chain = chain_of(prompt)
+        before = prompts.longest_ending_in(prompt, chain)
+        owner, route, uncached = self._least_loaded(candidates), "cold", len(prompt)
+        if before is not None and before.owner.url in candidates and before.owner.epoch == before.epoch:
+            if self._worth_moving(before.owner, owner, completion + self._prefill_weight * len(prompt)):
+                route = "spilled"
+            else:
+                owner, route, uncached = before.owner, "affinity", len(prompt) - before.prompt_bytes
+        end = (chain[-1], prompt[len(chain) * BLOCK_BYTES :]) if chain else None
+        group = Group(key, owner, owner.epoch, len(prompt), before is not None, end)
+        prompts.remember(group, self._max_groups)
+        if before is None:
+            group.reserved = self._group_size * completion
+            owner.tokens += group.reserved
+            self._open.append(group)
+            if len(self._open) > self._open_limit:
+                self._close(self._open.popleft())
+        return group, route, uncached  # type: ignore[return-value]
+
+    def _close(self, group: Group) -> None:
+        """No more rollouts are expected; its size teaches what to reserve for the next groups."""
+        group.owner.tokens -= group.reserved
+        group.reserved = 0.0
+        self._group_size += 0.2 * (group.size - self._group_size)
+
+    def _follow(self, group: Group, completion: float, candidates: Sequence[str]) -> Route:
+        """One more rollout of a known group: to its replica, unless that has lost it or is far behind."""
+        if group.owner.url not in candidates or group.owner.epoch != group.epoch:
+            self._move(group, self._least_loaded(candidates))
+            return "cold"
+        if len(candidates) > 1:
+            best = self._least_loaded(candidates)
+            extra = max(group.reserved, completion) + self._prefill_weight * group.prompt_bytes
+            if self._worth_moving(group.owner, best, extra):
+                self._move(group, best)
+                return "spilled"
+        return "affinity"
+
+    def _worth_moving(self, owner: Backlog, best: Backlog, extra: float) -> bool:
+        """A spill costs a prefill, so each token must come clearly sooner, even after the work has moved.
+
+        A replica with little to do is no slower than an idle one: its batch has room (`batch_knee`).
+        """
+        if best is owner:
+            return False
+        room = self._knee * self._expected_tokens
+        return self._cost(owner, room) > self._spill_ratio * self._cost(best, room + extra)
+
+    @staticmethod
+    def _move(group: Group, to: Backlog) -> None:
+        group.owner.tokens -= group.reserved
+        to.tokens += group.reserved
+        group.owner, group.epoch = to, to.epoch
