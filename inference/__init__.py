@@ -1,1 +1,1 @@
-"""The replica side: one unpatched vLLM, and the agent that starts it, gives it versions, proves them, guards its port."""
+"""One replica: an unpatched vLLM, and the agent that starts it, gives it versions, proves them and guards its port."""

@@ -40,10 +40,11 @@ def judge_canary(canary: Canary, served: Sequence[float], allowed: float) -> Ver
     if differences[worst] <= allowed:
         return Verdict(True)
     return Verdict(
-        False, f"canary: logprobs differ from the trainer's by up to {differences[worst]:.4g} " f"(mean
-        {sum(differences) / len(differences):.4g}, allowed {allowed:g}); at token {worst + 1} of the prompt vLLM "
-        f"answers {served[worst]:.4f}, expected {canary.logprobs[worst]:.4f}: vLLM does not serve this version's
-        weights",
+        False,
+        f"canary: logprobs differ from the trainer's by up to {differences[worst]:.4g} "
+        f"(mean {sum(differences) / len(differences):.4g}, allowed {allowed:g}); at token {worst + 1} of the prompt "
+        f"vLLM answers {served[worst]:.4f}, expected {canary.logprobs[worst]:.4f}: "
+        "vLLM does not serve this version's weights",
     )
 
 

@@ -192,8 +192,10 @@ def environment(spec: ReplicaSpec, base: Mapping[str, str]) -> dict[str, str]:
     """vLLM's environment: `base` without the agent's own token, and what the replica needs."""
     env = {key: value for key, value in base.items() if key != "BUCKET_GRPO_TOKEN"}
     env |= {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1",  # opens /server_info; vLLM listens on
-        loopback only, and the agent lets little through "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        # Opens /server_info, and much that the agent does not let through.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
     }
     if spec.device == "cpu":
         threads = str(spec.cpu_threads)
