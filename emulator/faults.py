@@ -46,7 +46,7 @@ class Faults(BaseModel):
     drop_commits: Ratio = Field(default="0", description="commits that are acknowledged and never applied")
     fail_commits: Ratio = Field(default="0", description="commits that fail as a whole")
     partial_batches: Ratio = Field(
-        "0", description="operations of a commit that are left out, though it is acknowledged"
+        default="0", description="operations of a commit that are left out, though it is acknowledged"
     )
     delay_commits_s: float = Field(default=0.0, ge=0)
     op_gap_s: float = Field(default=0.0, ge=0, description="time between the operations of one commit")

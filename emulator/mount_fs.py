@@ -334,7 +334,7 @@ class BucketMount:
             with self._wake:
                 if self._wake.wait_for(lambda: self._stopping, timeout=self.profile.poll_s):
                     return
-                folders = self._tree.folders_to_poll()
+                folders, asked_at = self._tree.folders_to_poll(), time.monotonic()
             listings = {}
             for folder in folders:
                 try:
@@ -342,7 +342,7 @@ class BucketMount:
                 except OSError as error:
                     _say(f"polling {folder or '/'} failed, tried again in {self.profile.poll_s:g} s: {error}")
             with self._lock:
-                self._tree.apply_poll(listings)
+                self._tree.apply_poll(listings, asked_at)
 
 
 def _stat_of(node: Node) -> Stat:

@@ -58,6 +58,7 @@ class Node:
     generation: int = 0  # counts local changes since the last commit; 0 is clean
     staged_is_current: bool = False  # the local staging file holds exactly `etag`
     validated_at: float | None = None
+    placed_at: float = 0.0  # when this mount put it at its key or committed it there: older answers say nothing of it
     listed: bool = False
     made_here: bool = False  # a folder that the bucket has not shown yet
     handles: int = 0
@@ -165,6 +166,7 @@ class Tree:
     def _load(self, folder: Node) -> Inquiry[None]:
         if folder.listed:
             return
+        asked_at = self._clock()
         listing = yield ListFolder(folder.key)
         assert isinstance(listing, Listing)
         for stat in listing.files:
@@ -173,7 +175,7 @@ class Tree:
             self._learn_folder(key)
         shown = {stat.key for stat in listing.files} | set(listing.folders)
         for child in list(folder.children.values()):
-            if child.key not in shown and not child.made_here and not _in_use(child):
+            if child.key not in shown and not child.made_here and not _in_use(child) and child.placed_at < asked_at:
                 self._detach(child)
         folder.made_here = folder.made_here and not listing
         folder.listed = self._profile.poll_s > 0
@@ -183,15 +185,15 @@ class Tree:
     def folders_to_poll(self) -> list[str]:
         return [node.key for node in _walk(self._root) if node.is_folder and node.listed and not node.made_here]
 
-    def apply_poll(self, listings: Mapping[str, Listing]) -> None:
-        """Take in fresh listings: changed files are updated, vanished ones dropped, folders with news read anew."""
+    def apply_poll(self, listings: Mapping[str, Listing], asked_at: float) -> None:
+        """Take in fresh listings, asked for at `asked_at`: changed files are updated, vanished ones dropped, folders with news read anew."""
         for key, listing in listings.items():
             folder = self.known(key)
             if folder is None or not folder.is_folder:
                 continue
             shown = {stat.key: stat for stat in listing.files}
             for child in list(folder.children.values()):
-                if child.is_folder or child.dirty:
+                if child.is_folder or child.dirty or child.placed_at >= asked_at:
                     continue
                 if stat := shown.get(child.key):
                     self._update(child, stat)
@@ -302,7 +304,7 @@ class Tree:
             node.generation = 0
             node.etag, node.size, node.staged_is_current = stat.etag, stat.size, True
             node.old_keys.clear()
-        node.validated_at = self._clock()
+        node.validated_at = node.placed_at = self._clock()
 
     def dirty_nodes(self) -> list[Node]:
         return [node for node in _walk(self._root) if node.dirty]
@@ -361,6 +363,7 @@ class Tree:
 
     def _attach(self, node: Node) -> None:
         self._folder(parent_of(node.key)).children[name_of(node.key)] = node
+        node.placed_at = self._clock()
         self._missing.pop(node.key, None)
 
     def _detach(self, node: Node) -> None:
