@@ -5,14 +5,14 @@ runs under a deadline of its own.
 """
 
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
+from bucket_grpo.bucket_sync.deadline import Result, with_deadline
 from bucket_grpo.bucket_sync.store_contract import (
     Conflict,
     NotConfirmed,
@@ -26,8 +26,6 @@ from bucket_grpo.bucket_sync.version_file import MAX_VERSION_BYTES
 
 if TYPE_CHECKING:
     from huggingface_hub import BucketFile
-
-Result = TypeVar("Result")
 
 URL_PREFIX = "hf://buckets/"
 POLL_S = 0.15
@@ -173,26 +171,6 @@ class HubStore:
             raise NotFound(f"{self}: cannot {verb} {key}: it is not there") from error
         except Exception as error:
             raise StoreError(f"{self}: cannot {verb} {key}: {type(error).__name__}: {error}") from error
-
-
-def with_deadline(operation: Callable[[], Result], limit_s: float) -> Result:
-    """Run `operation` in a thread; raises `TimeoutError` if it has not ended in time, and abandons the thread."""
-    outcome: dict[str, Result | BaseException] = {}
-
-    def work() -> None:
-        try:
-            outcome["result"] = operation()
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            outcome["error"] = error
-
-    thread = threading.Thread(target=work, daemon=True, name="store-call")
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {limit_s:.0f} s")
-    if "error" in outcome:
-        raise outcome["error"]  # type: ignore[misc]
-    return outcome["result"]  # type: ignore[return-value]
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -220,7 +220,7 @@ def test_a_lost_commit_is_written_again_a_bounded_number_of_times(publisher, pro
         ours.wait_live(1, timeout=5)
         assert ours.stats()["store_retries"] == losses
     else:
-        with pytest.raises(PublishFailed, match="is not in .* after"):
+        with pytest.raises(PublishFailed, match="is not in"):
             ours.wait_live(1, timeout=5)
         assert proxy.announced == []
 
