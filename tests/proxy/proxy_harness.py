@@ -102,6 +102,7 @@ async def proxy_for(
         **{"live_grace_s": 0.5, "park_timeout_s": 5, "journal_sample_frac": 1.0, **settings},
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = build_app(config, secrets or Secrets())
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
