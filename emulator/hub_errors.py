@@ -19,7 +19,9 @@ class HubError(Exception):
         return f"{self.status}: {self.message}"
 
     def response(self) -> JSONResponse:
-        headers = {"X-Error-Message": self.message, **self.headers}
+        # A header holds one line of ASCII; a path in the message may hold anything.
+        line = " ".join(self.message.split()).encode("ascii", "backslashreplace").decode()
+        headers = {"X-Error-Message": line, **self.headers}
         if self.code:
             headers["X-Error-Code"] = self.code
         return JSONResponse({"error": self.message, **self.details}, self.status, headers)
