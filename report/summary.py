@@ -51,9 +51,7 @@ def _time(r: dict[str, Any]) -> str | None:
         None if wall is None else f"{duration(wall)} in all",
         _when("a step takes {:.2f} s", r["step_s_p50"]),
         _when("of which {:.2f} s forward and backward", r["fwd_bwd_s_p50"]),
-        None
-        if r["rollout_wait_s_total"] is None
-        else f"{duration(r['rollout_wait_s_total'])} spent waiting for samples",
+        None if waited is None else f"{duration(waited)} spent waiting for samples",
     )
 
 
