@@ -266,9 +266,9 @@ def parse_batch(body: bytes) -> Iterator[AddFile | CopyFile | DeleteFile]:
 
 
 def check_path(path: str) -> None:
-    """Raise `Refused` for a path that is no key of a bucket: empty, absolute, or climbing."""
+    """Raise `Refused` for a path that is no key of a bucket: empty, absolute, climbing, or not printable."""
     parts = path.split("/")
-    if not path or len(path) > 1024 or "\0" in path or any(part in ("", ".", "..") for part in parts):
+    if len(path) > 1024 or min(path, default="") < " " or any(part in ("", ".", "..") for part in parts):
         raise Refused(f"{path!r} is not a valid path")
 
 

@@ -224,7 +224,7 @@ def test_a_batch_that_fails_as_a_whole_is_422(me: Caller) -> None:
     assert answer.json()["succeeded"] == 0
 
 
-@pytest.mark.parametrize("path", ["", "/abs", "a//b", "../up", "a/../b", "a/.", "nul\0", "x" * 1025])
+@pytest.mark.parametrize("path", ["", "/abs", "a//b", "../up", "a/../b", "a/.", "nul\0", "new\nline", "x" * 1025])
 def test_a_path_that_is_no_key_is_refused(me: Caller, path: str) -> None:
     assert me.add(path).json()["failed"][0]["path"] == path
 
@@ -266,7 +266,7 @@ def test_resolve_gives_metadata_to_a_head_and_a_signed_url_to_a_get(me: Caller, 
     # The signature is all that the redirect's target asks for: a client must not carry its token there.
     assert client.get(found.headers["Location"]).content == b"0123456789"
     assert client.get(found.headers["Location"] + "0").status_code == 403
-    missing = me("GET", "/buckets/me/b/resolve/missing%0Aé")
+    missing = me("GET", "/buckets/me/b/resolve/missing é…")
     assert (missing.status_code, missing.headers["X-Error-Code"]) == (404, "EntryNotFound")
 
 
