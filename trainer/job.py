@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -59,6 +60,8 @@ class Outcome(BaseModel):
     """From the start of the training loop to its end."""
     time_to_first_step_s: float | None = None
     versions: dict[str, str] = Field(default_factory=dict)
+    groups: dict[str, Any] = Field(default_factory=dict)
+    """`{"trained": n, "dropped": {reason: n}}`."""
     adapter: str | None = None
     """Key of the last published version."""
 

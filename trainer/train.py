@@ -130,6 +130,7 @@ def train(job: TrainerJob, proxy_url: str) -> Outcome:
         steps=trainer.state.global_step,
         wall_clock_s=wall_clock_s,
         time_to_first_step_s=folder.first_step_s,
+        groups=trainer.ledger.summary(),
         versions={name: importlib.metadata.version(name) for name in VERSIONS_OF},
     )
 

@@ -6,6 +6,7 @@ and returns, and the bump reaches the rollout worker only when the version is li
 patched: the trainer is a subclass, its HTTP client and the worker's `update_model_version` are wrapped.
 """
 
+import math
 import re
 import threading
 import time
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from bucket_grpo.bucket_sync.publisher import Publisher
 from bucket_grpo.bucket_sync.version_file import Canary
 from bucket_grpo.trainer.canary import expected_logprobs
+from bucket_grpo.trainer.ledger import STALE, Ledger, ObservedQueue
 
 VERSIONED_NAME = re.compile(r".+-v(\d+)\Z")
 
@@ -126,9 +129,11 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             )
         self._canary_prompt = canary_prompt
         self._canary: Canary | None = None
+        self._trained_groups = self.ledger = Ledger()
         self.publisher: Publisher | None = None
         self.bump: DeferredBump | None = None
         if self.accelerator.is_main_process:
+            self.rollout_queue = ObservedQueue(self.rollout_queue, self._observe)
             self.bump = DeferredBump(self.rollout_worker.update_model_version)
             self.rollout_worker.update_model_version = self.bump.accept
             self.publisher = make_publisher(self.bump.went_live)
@@ -146,6 +151,19 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         self._canary = expected_logprobs(self.model, self._canary_prompt, str(self.model.dtype).removeprefix("torch."))
         super()._sync_weight()
         self._metrics["train"]["bucket_grpo/stall_s"].append(time.perf_counter() - started)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.is_main_process:
+            self.ledger.commit()
+        return loss
+
+    def _observe(self, sample: Any) -> None:
+        """See a sample as TRL is about to: whether its group teaches anything, and whether TRL will drop it."""
+        if not math.isnan(std := sample.metrics["reward_std"]):
+            self._metrics["train"]["bucket_grpo/zero_std_frac"].append(float(std == 0))
+        if self.model_version - sample.model_version > self.args.max_staleness:
+            self.ledger.drop(sample.group_id, STALE)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.bump is not None:
