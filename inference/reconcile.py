@@ -7,10 +7,10 @@ version's reason, and whatever an engine's death interrupted is done again by th
 import asyncio
 import contextlib
 import logging
-import shutil
 import time
 
-from bucket_grpo.bucket_sync.stores import Store, StoreError
+from bucket_grpo.bucket_sync.stager import Stager
+from bucket_grpo.bucket_sync.stores import StoreError
 from bucket_grpo.bucket_sync.version_file import VersionRejected
 from bucket_grpo.bucket_sync.vocabulary import VersionRef, VersionState
 from bucket_grpo.inference.board import Board, Version
@@ -18,8 +18,8 @@ from bucket_grpo.inference.canary import FALLBACK_PROMPT, Verdict, tolerance
 from bucket_grpo.inference.lifecycle import IN_ENGINE, Do, decide
 from bucket_grpo.inference.loading import LoadFailed, check_canary, load, probe
 from bucket_grpo.inference.spec import ReplicaSpec
-from bucket_grpo.inference.staging import stage
 from bucket_grpo.inference.supervisor import Supervisor
+from bucket_grpo.inference.threads import in_thread
 from bucket_grpo.inference.vllm_client import EngineRefused, EngineUnreachable, VllmClient
 
 S = VersionState
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class Reconciler:
-    def __init__(self, spec: ReplicaSpec, board: Board, supervisor: Supervisor, store: Store) -> None:
+    def __init__(self, spec: ReplicaSpec, board: Board, supervisor: Supervisor, stager: Stager) -> None:
         self._spec = spec
         self._board = board
         self._supervisor = supervisor
-        self._store = store
+        self._stager = stager
         self._staging: dict[str, asyncio.Task[None]] = {}
         self._probed: tuple[int, Verdict] | None = None  # engine epoch, what the probe showed
 
@@ -78,13 +78,11 @@ class Reconciler:
         started = time.monotonic()
         version = self._board.versions[ref.name]
         try:
-            staged = await asyncio.to_thread(
-                stage, self._store, ref, self._spec.served_model_name, self._spec.staging_dir
-            )
+            staged = await in_thread(lambda: self._stager.stage(ref))
         except VersionRejected as rejection:
             self._board.counters.rejected[rejection.reason] += 1
             self._fail(version, f"refused: {rejection}")
-        except (StoreError, OSError) as error:
+        except StoreError as error:
             self._fail(version, f"could not be staged: {error}")
         else:
             version.folder, version.canary = staged.folder, staged.canary
@@ -168,6 +166,6 @@ class Reconciler:
     def _forget(self, version: Version) -> None:
         """Its files may go now: vLLM re-reads those of a loaded adapter at any time, and dies if they are gone."""
         if version.folder is not None:
-            shutil.rmtree(version.folder, ignore_errors=True)
+            self._stager.evict(version.ref)
             version.folder = None
         self._board.move(version.ref.name, S.UNLOADED)

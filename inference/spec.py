@@ -66,6 +66,11 @@ class ReplicaSpec(BaseModel):
     run: str
     bucket: str = Field(min_length=1)
     """Path of the mounted bucket, or `hf://buckets/<namespace>/<name>`."""
+    bucket_fallback: str | None = None
+    """Where to read a version that the mount does not give in time, e.g. `hf://buckets/<namespace>/<name>`."""
+    run_dead_after_s: float | None = Field(default=None, gt=0)
+    """Seconds without a heartbeat of the run's trainer after which the replica ends itself, as it does when the run is
+    finished. Default: never, for replicas that a launcher on the same machine ends."""
     staging_dir: Path
     """Local disk for unpacked versions; never a mount: a slow read would stall decoding."""
     log_dir: Path
