@@ -40,6 +40,8 @@ class DemoOptions:
     time_scale: float = 1.0
     sync: str = "deferred"
     keep: bool = False
+    vllm_command: list[str] | None = None
+    """What starts vLLM, where it is not the installed one; for tests."""
 
 
 class Demo:
@@ -108,6 +110,8 @@ class Demo:
             "cpu_threads": 1,
             **self.run_file.vllm_spec,
         }
+        if self.options.vllm_command:
+            spec["vllm_command"] = self.options.vllm_command
         path = self.run_dir / f"vllm-{index}.json"
         path.write_text(json.dumps(spec, indent=1))
         self.local.start(f"vllm-{index}", [sys.executable, "-m", "bucket_grpo.inference", "--config", str(path)])
