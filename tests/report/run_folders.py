@@ -8,7 +8,7 @@ INCARNATION = "20261130t154500z-a1b2c3"
 
 
 def metrics_rows(steps: int) -> list[dict[str, Any]]:
-    """Step n has reward n/100; every 4 steps a publish stalls for 0.02 s (5 s before step 1); step 8 dropped 10 samples."""
+    """Step n has reward n/100; every 4 steps a publish stalls for 0.02 s (before step 1: 5); step 8 drops 10."""
     rows = []
     for step in range(1, steps + 1):
         row: dict[str, Any] = {
