@@ -17,13 +17,14 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from bucket_grpo.bucket_sync.publisher import Publisher, PublishFailed, Superseded
-from bucket_grpo.bucket_sync.store_contract import StoreError
+from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.version_file import VersionRejected
 from bucket_grpo.runtime.processes import end_with_parent
 from bucket_grpo.trainer import tree_attention
 from bucket_grpo.trainer.canary import canary_tokens
 from bucket_grpo.trainer.datasets import load_train_dataset
+from bucket_grpo.trainer.heartbeat import Heartbeat
 from bucket_grpo.trainer.job import Outcome, TrainerJob
 from bucket_grpo.trainer.rewards import load_rewards
 from bucket_grpo.trainer.run_file import RunFile
@@ -34,10 +35,11 @@ VERSIONS_OF = ("trl", "peft", "transformers", "torch", "huggingface_hub", "accel
 
 
 class RunFolder(TrainerCallback):
-    """Writes each logged step to `metrics.jsonl`, and stops the training cleanly after SIGTERM."""
+    """Writes each logged step to `metrics.jsonl`; stops the training cleanly after SIGTERM, or when superseded."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, heartbeat: Heartbeat) -> None:
         self.path = run_dir / "metrics.jsonl"
+        self.heartbeat = heartbeat
         self.started = time.monotonic()
         self.first_step_s: float | None = None
         self.terminated = False
@@ -48,6 +50,8 @@ class RunFolder(TrainerCallback):
     def on_step_end(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         if self.first_step_s is None:
             self.first_step_s = time.monotonic() - self.started
+        if self.heartbeat.superseded:
+            raise Superseded(self.heartbeat.superseded)
         if self.terminated:
             control.should_save = True
             control.should_training_stop = True
@@ -76,12 +80,11 @@ def build_config(run: RunFile, job: TrainerJob, proxy_url: str) -> AsyncGRPOConf
     )
 
 
-def build_trainer(run: RunFile, job: TrainerJob, proxy_url: str, folder: RunFolder) -> BucketGRPOTrainer:
+def build_trainer(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: RunFolder) -> BucketGRPOTrainer:
     model = resolve_model(run.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     dataset = load_train_dataset(run, tokenizer)
     tree_attention.install_where_needed()
-    store = open_store(job.bucket, confirm=job.confirm)
 
     def make_publisher(on_live: Callable[[int], None]) -> Publisher:
         return Publisher(
@@ -111,9 +114,21 @@ def build_trainer(run: RunFile, job: TrainerJob, proxy_url: str, folder: RunFold
 def train(job: TrainerJob, proxy_url: str) -> Outcome:
     """Train to the end. Raises what stops the run; the publisher's figures are left in the run folder in any case."""
     run = RunFile.load(job.run_file)
-    folder = RunFolder(job.run_dir)
+    store = open_store(job.bucket, confirm=job.confirm)
+    heartbeat = Heartbeat(store, job.run, job.incarnation)
+    try:
+        outcome = _train(run, job, store, proxy_url, RunFolder(job.run_dir, heartbeat))
+    except BaseException:
+        heartbeat.stop("failed")
+        raise
+    outcome.write(job.run_dir)
+    heartbeat.stop("finished")
+    return outcome
+
+
+def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: RunFolder) -> Outcome:
     signal.signal(signal.SIGTERM, folder.on_sigterm)
-    trainer = build_trainer(run, job, proxy_url, folder)
+    trainer = build_trainer(run, job, store, proxy_url, folder)
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=str(job.resume_from) if job.resume_from else None)
@@ -174,8 +189,8 @@ def main() -> int:
     except Exception as error:
         Outcome(exit_reason="error", error=root_cause(error)).write(job.run_dir)
         raise
-    outcome.write(job.run_dir)
     if outcome.error:
+        outcome.write(job.run_dir)
         print(outcome.error, file=sys.stderr)
     return 0 if outcome.error is None else 1
 
