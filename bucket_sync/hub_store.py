@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from bucket_grpo.bucket_sync.deadline import Result, with_deadline
 from bucket_grpo.bucket_sync.store_contract import (
@@ -54,7 +54,9 @@ class HubStore:
         attempts: int = 3,
     ) -> None:
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
 
+        disable_progress_bars()  # one bar per version and replica would bury every log
         namespace, name, *folder = bucket_id.removeprefix(URL_PREFIX).strip("/").split("/")
         self.bucket_id = f"{namespace}/{name}"
         self._prefix = "".join(f"{part}/" for part in folder)
@@ -103,6 +105,10 @@ class HubStore:
     def committed_size(self, key: str) -> int | None:
         info = self._info(key)
         return None if info is None else info.size
+
+    def key_of(self, path: str) -> str:
+        """The key of a path of the bucket, which may lie above this store's prefix."""
+        return path.removeprefix(self._prefix)
 
     def write_pointer(self, key: str, data: bytes) -> None:
         self._add(key, data)
@@ -161,7 +167,7 @@ class HubStore:
 
         retrying = Retrying(
             stop=stop_after_attempt(self._attempts),
-            wait=wait_exponential_jitter(initial=0.2, max=3.0, jitter=0.2),
+            wait=wait_exponential(multiplier=0.2, max=3.0),
             retry=retry_if_exception(_may_pass),
             reraise=True,
         )
@@ -170,7 +176,12 @@ class HubStore:
         except EntryNotFoundError as error:
             raise NotFound(f"{self}: cannot {verb} {key}: it is not there") from error
         except Exception as error:
-            raise StoreError(f"{self}: cannot {verb} {key}: {type(error).__name__}: {error}") from error
+            raise StoreError(f"{self}: cannot {verb} {key}: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return " ".join(line for line in lines if line and not line.startswith("For more information check"))
 
 
 def _may_pass(error: BaseException) -> bool:
