@@ -15,7 +15,8 @@ class Sample:
     """One completion with everything needed to compute it again.
 
     Args:
-        served: name of the version that answered, as vLLM served it.
+        served: name of the version that answered, as vLLM served it; `number` is the version's.
+        t: when it was answered, Unix seconds.
         prompt: P token ids.
         output: T token ids.
         logprobs: T natural log-probabilities, as the replica reported them.
@@ -24,6 +25,9 @@ class Sample:
     id: str
     served: str
     replica: str | None
+    number: int | None
+    t: float | None
+    finish_reason: str | None
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -42,20 +46,28 @@ def journal_lines(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_samples(folder: Path) -> tuple[list[Sample], int]:
-    """`(samples, unreadable lines)`. What was asked of the base model by its own name is no version's, so left out."""
+    """`(samples, unreadable lines)`, one for each line that has token logprobs.
+
+    What was asked of the base model by its own name is left out: no version answered it.
+    """
     samples, unreadable = [], 0
     for line in journal_lines(folder):
         if line is None:
             unreadable += 1
             continue
         sample = line.get("sample")
-        if sample is None or (line.get("number") is None and line["requested"] == line["served"]):
+        if not sample or sample.get("logprobs") is None:
+            continue
+        if line.get("number") is None and line["requested"] == line["served"]:
             continue
         samples.append(
             Sample(
                 id=line["id"],
                 served=line["served"],
                 replica=line.get("replica"),
+                number=line.get("number"),
+                t=line.get("t"),
+                finish_reason=line.get("finish_reason"),
                 prompt=tuple(sample["prompt"]),
                 output=tuple(sample["output"]),
                 logprobs=tuple(sample["logprobs"]),
