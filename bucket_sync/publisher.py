@@ -15,8 +15,9 @@ from pathlib import Path
 
 from bucket_grpo.bucket_sync.backpressure import BackPressure
 from bucket_grpo.bucket_sync.current import Superseded, check_fence
+from bucket_grpo.bucket_sync.handover import hand_over
 from bucket_grpo.bucket_sync.proxy_client import ProxyClient, ProxyError
-from bucket_grpo.bucket_sync.store_contract import Conflict, Store, StoreError
+from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.version_file import Canary, pack_version
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
 
@@ -230,25 +231,16 @@ class Publisher:
             raise PublishFailed(f"version {ref.number} (step {ref.step}) failed on every replica: {causes}")
 
     def _store_version(self, version: _Accepted) -> None:
-        """Write and confirm. A mount does not retry a commit that failed, so the same bytes are handed over again."""
-        ref, confirm_s = version.ref, self.limits.confirm_s + version.ref.size / 10e6
-        for attempt in range(1, self.limits.store_attempts + 1):
-            started = time.monotonic()
-            try:
-                self._store.write_once(ref.key, version.data)
-                written = time.monotonic()
-                self._store.confirm(ref.key, ref.size, confirm_s)
-            except Conflict:
-                raise
-            except StoreError as error:
-                if attempt == self.limits.store_attempts:
-                    raise
-                log.warning("attempt %d to store %s failed, trying again: %s", attempt, ref.key, error)
-                self._store_retries += 1
-                continue
-            self._times.write_s.append(written - started)
-            self._times.confirm_s.append(time.monotonic() - written)
-            return
+        done = hand_over(
+            self._store,
+            {version.ref.key: lambda: version.data},
+            attempts=self.limits.store_attempts,
+            confirm_s=self.limits.confirm_s,
+        )
+        with self._changed:
+            self._store_retries += done.retries
+            self._times.write_s.append(done.write_s)
+            self._times.confirm_s.append(done.confirm_s)
 
     def _retire_loop(self) -> None:
         while (number := self._retirements.get()) is not None:
