@@ -8,6 +8,8 @@ the same bytes after the key was overwritten or deleted, as with the Hub's conte
 import errno
 import os
 import shutil
+import stat
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 PRIVATE_FOLDER = ".emulator"
-KEEP_REPLACED_S = 120.0
+PIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -104,51 +106,61 @@ def _stat_of(key: str, status: os.stat_result) -> Stat:
 class FolderBackend:
     """Objects as files under `root`, shared by any number of processes.
 
-    A commit is a rename on the disk of `root`, so a reader sees the old bytes or the new, never a mix. Uploads and
-    replaced contents wait in `root/.emulator`, which no listing shows.
+    A commit is a rename on the disk of `root`, so a reader sees the old bytes or the new, never a mix. Uploads wait in
+    `root/.emulator`, which no listing shows. What `stat` returned stays open for a minute, so that it can be read after
+    it was replaced, also by something that is no mount.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
         self._uploads = self._root / PRIVATE_FOLDER / "uploads"
-        self._replaced = self._root / PRIVATE_FOLDER / "replaced"
-        for folder in (self._uploads, self._replaced):
-            folder.mkdir(parents=True, exist_ok=True)
+        self._uploads.mkdir(parents=True, exist_ok=True)
+        self._pins: dict[str, tuple[int, float]] = {}  # etag → descriptor, when it was last asked for
+        self._lock = threading.Lock()
 
     def stat(self, key: str) -> Stat | None:
         try:
-            status = self._path(key).stat()
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _stat_of(key, status) if not _is_folder(status) else None
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            os.close(descriptor)
+            return None
+        self._pin(_etag(status), descriptor)
+        return _stat_of(key, status)
 
     def list_folder(self, folder: str) -> Listing:
         files, folders = [], []
         try:
-            with os.scandir(self._path(folder)) as entries:
-                for entry in entries:
-                    key = f"{folder}/{entry.name}" if folder else entry.name
-                    if entry.name == PRIVATE_FOLDER:
-                        continue
-                    if entry.is_dir():
-                        if _holds_a_file(entry.path):
-                            folders.append(key)
-                    elif stat := self.stat(key):  # None: deleted since scandir saw it
-                        files.append(stat)
+            names = os.listdir(self._path(folder))
         except (FileNotFoundError, NotADirectoryError):
             return Listing()
+        for name in names:
+            key = f"{folder}/{name}" if folder else name
+            try:
+                status = self._path(key).stat()
+            except FileNotFoundError:
+                continue  # deleted since listdir saw it
+            if not stat.S_ISDIR(status.st_mode):
+                files.append(_stat_of(key, status))
+            elif name != PRIVATE_FOLDER and _holds_a_file(self._path(key)):
+                folders.append(key)
         return Listing(tuple(files), tuple(folders))
 
     def open(self, stat: Stat) -> FileReader:
-        for path in (self._path(stat.key), self._replaced / stat.etag):
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
+        with self._lock:
+            if pin := self._pins.get(stat.etag):
+                return FileReader(os.dup(pin[0]))
+        try:
+            descriptor = os.open(self._path(stat.key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            descriptor = -1
+        if descriptor >= 0:
             if _etag(os.fstat(descriptor)) == stat.etag:
                 return FileReader(descriptor)
             os.close(descriptor)
-        raise OSError(errno.EIO, f"content {stat.etag} of {stat.key} was replaced too long ago")
+        raise OSError(errno.EIO, f"content {stat.etag} was replaced too long ago", stat.key)
 
     def upload(self, staged: Path, key: str) -> Stat:
         target = self._uploads / uuid.uuid4().hex
@@ -163,9 +175,7 @@ class FolderBackend:
         return _stat_of(key, status)
 
     def commit(self, operations: Sequence[Operation]) -> list[Operation]:
-        failed = [op for op in operations if not (self._add(op) if isinstance(op, Add) else self._delete(op.key))]
-        self._forget_old()
-        return failed
+        return [op for op in operations if not (self._add(op) if isinstance(op, Add) else self._delete(op.key))]
 
     def _add(self, op: Add) -> bool:
         uploaded = self._uploads / op.etag
@@ -179,7 +189,6 @@ class FolderBackend:
         target = self._path(op.key)
         while True:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._keep(target)
             try:
                 uploaded.rename(target)
             except FileNotFoundError:
@@ -191,7 +200,6 @@ class FolderBackend:
 
     def _delete(self, key: str) -> bool:
         path = self._path(key)
-        self._keep(path)
         try:
             path.unlink()
         except FileNotFoundError:
@@ -207,20 +215,14 @@ class FolderBackend:
                 break
         return True
 
-    def _keep(self, path: Path) -> None:
-        """Readers that know the content at `path` by its etag find it a while longer."""
-        try:
-            os.link(path, self._replaced / _etag(path.stat()))
-        except (FileNotFoundError, FileExistsError):
-            return
-
-    def _forget_old(self) -> None:
-        for path in self._replaced.iterdir():
-            try:
-                if time.time() - path.stat().st_ctime > KEEP_REPLACED_S:
-                    path.unlink()
-            except FileNotFoundError:
-                continue  # another process was quicker
+    def _pin(self, etag: str, descriptor: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if old := self._pins.pop(etag, None):
+                os.close(old[0])
+            self._pins[etag] = (descriptor, now)
+            for expired in [e for e, (_, since) in self._pins.items() if now - since > PIN_S]:
+                os.close(self._pins.pop(expired)[0])
 
     def _path(self, key: str) -> Path:
         path = self._root / key
@@ -229,11 +231,7 @@ class FolderBackend:
         return path
 
 
-def _is_folder(status: os.stat_result) -> bool:
-    return (status.st_mode & 0o170000) == 0o040000
-
-
-def _holds_a_file(folder: str) -> bool:
+def _holds_a_file(folder: Path) -> bool:
     return any(files for _, _, files in os.walk(folder))
 
 

@@ -124,8 +124,6 @@ def serve_fuse(operations: BucketOperations, path: str, *, kernel_ttl_s: float, 
     options: dict[str, Any] = {"ro": True} if read_only else {}
     if os.geteuid() == 0:
         options["allow_other"] = True  # the processes that use the mount may run as somebody else
-    if (mfusepy.fuse_version_major, mfusepy.fuse_version_minor) >= (3, 12):
-        options["max_threads"] = 16  # hf-mount's default; unset, libfuse 3.14 complains about its own
     mfusepy.FUSE(
         operations,
         path,
@@ -135,6 +133,7 @@ def serve_fuse(operations: BucketOperations, path: str, *, kernel_ttl_s: float, 
         entry_timeout=kernel_ttl_s,
         attr_timeout=kernel_ttl_s,
         negative_timeout=0,
+        max_idle_threads=10,  # unset, libfuse 3.14 complains about its own default
         # Pages outlive a close; the kernel drops them when it sees a new time or size.
         kernel_cache=True,
         hard_remove=True,

@@ -90,7 +90,7 @@ def _serve(
         mount.stop()
         if operations.ready.is_set():
             _unmount(path)
-            server.join(5.0)
+            server.join(1.0)
     return 0
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_a_reader_keeps_the_content_that_it_knew(bucket: FolderBackend, tmp_path
     assert read(bucket, second) == b"second!"
 
 
+def test_a_reader_keeps_the_content_also_when_no_mount_replaced_it(bucket: FolderBackend, tmp_path: Path) -> None:
+    first = put(bucket, tmp_path, "current.json", b"first")
+    (tmp_path / "next").write_bytes(b"second!")
+    os.replace(tmp_path / "next", tmp_path / "objects" / "current.json")
+    assert read(bucket, first) == b"first"
+
+
 def test_content_that_is_gone_for_good_is_an_io_error(bucket: FolderBackend) -> None:
     with pytest.raises(OSError) as raised:
         bucket.open(Stat("v1", 3, 0.0, "1-2-3"))
@@ -88,6 +96,7 @@ def test_a_key_cannot_leave_the_bucket(bucket: FolderBackend, key: str) -> None:
 
 WRITER = """
 import sys
+import threading
 from pathlib import Path
 from bucket_grpo.emulator.backends import Add, FolderBackend
 root, staged = Path(sys.argv[1]), Path(sys.argv[2])
@@ -131,3 +140,22 @@ def test_a_full_disk_fails_the_upload_and_leaves_nothing_behind(small_disk: Path
     assert raised.value.errno == errno.ENOSPC
     put(bucket, tmp_path, "small", b"y" * 100_000)
     assert read(bucket, bucket.stat("small")) == b"y" * 100_000
+
+
+def test_a_listing_is_whole_while_other_objects_come_and_go(bucket: FolderBackend, tmp_path: Path) -> None:
+    put(bucket, tmp_path, "stays", b"x")
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            put(bucket, tmp_path, "comes", b"y")
+            bucket.commit([Delete("comes")])
+
+    churner = threading.Thread(target=churn)
+    churner.start()
+    try:
+        for _ in range(2000):
+            assert "stays" in [stat.key for stat in bucket.list_folder("").files]
+    finally:
+        stop.set()
+        churner.join()
