@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             http="httptools",
             ws="none",
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
             backlog=BACKLOG,

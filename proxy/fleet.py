@@ -13,6 +13,7 @@ from bucket_grpo.bucket_sync.vocabulary import VersionRef, VersionState, served_
 from bucket_grpo.bucket_sync.wire import AgentStatus, VersionLiveness
 
 Clock = Callable[[], float]
+DISPROVED_S = 2.0
 
 
 class VersionConflict(ValueError):
@@ -50,7 +51,7 @@ class Replica:
     status: AgentStatus | None = None
     problem: str | None = "no word from its agent yet"
     in_flight: int = 0
-    disproved: set[str] = field(default_factory=set)
+    disproved: dict[str, float] = field(default_factory=dict)
     progress_at: float = 0.0
     progress_tokens: int = 0
     stalled_until: float | None = None
@@ -219,10 +220,10 @@ class Fleet:
             self.settle(changed=True)
 
     def disprove(self, url: str, name: str) -> None:
-        """A replica answered that it has no such version READY: believe that until its next word."""
+        """A replica answered that it has no such version READY: believe that until it says otherwise, or a moment."""
         replica = self.replicas.get(url)
-        if replica is not None and name not in replica.disproved:
-            replica.disproved.add(name)
+        if replica is not None:
+            replica.disproved[name] = self._clock() + DISPROVED_S
             self.settle(changed=True)
 
     def hold(self, number: int | None) -> None:
@@ -278,6 +279,9 @@ class Fleet:
     def _settle_replicas(self, now: float) -> bool:
         changed = False
         for replica in self.replicas.values():
+            for name in [name for name, until in replica.disproved.items() if now >= until]:
+                del replica.disproved[name]
+                changed = True
             stalls = replica.up and replica.in_flight > 0 and replica.progress_tokens > 0
             if stalls and replica.stalled_until is None and now - replica.progress_at > self._stall_after_s:
                 replica.stalled_until = now + self._stall_retry_s

@@ -127,6 +127,7 @@ class Router:
         self._open_limit, self._max_groups = open_groups, max_groups
         self._expected_tokens = expected_tokens
         self._group_size = 1.0
+        self._turn = 0
         self._pace: float | None = None
         self.backlogs: dict[str, Backlog] = {}
         self._versions: dict[int, Prompts] = {}
@@ -205,9 +206,12 @@ class Router:
         return (backlog.tokens + extra) * (1.0 if pace is None else pace)
 
     def _least_loaded(self, candidates: Sequence[str]) -> Backlog:
+        """Where a new group goes; of equals each in turn."""
         best: Backlog | None = None
         best_cost = 0.0
-        for url in candidates:
+        self._turn = (self._turn + 1) % len(candidates) if candidates else 0
+        for index in range(-self._turn, len(candidates) - self._turn):
+            url = candidates[index]
             backlog = self.backlogs.get(url)
             if backlog is None:
                 backlog = self.backlogs[url] = Backlog(url)

@@ -193,7 +193,8 @@ class Service:
 
     def _interrupt(self, url: str, reason: str) -> None:
         for attempt in self._attempts.get(url, ()):
-            if attempt.interrupted is None:
+            # A task that finds out by itself is not in need of a cancellation: it would come at its next await.
+            if attempt.interrupted is None and attempt.task is not asyncio.current_task():
                 attempt.interrupted = reason
                 attempt.task.cancel()
 
@@ -235,6 +236,7 @@ class Service:
         while True:
             replica = self.fleet.replicas.get(url)
             if replica is None or replica.status is None or replica.problem is not None or not self._may_push(replica):
+                told = None
                 await self.changed.wait(1.0)
                 continue
             wish = (self.fleet.wanted(), replica.status.boot_id)
