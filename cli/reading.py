@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bucket_grpo.report.build import build_report, gather
+from bucket_grpo.report.build import build_report
 from bucket_grpo.report.completions import Completion, Sort, completions, select
-from bucket_grpo.report.doctor import Diagnosis, Finding, diagnose
+from bucket_grpo.report.doctor import Diagnosis, advice_lines, diagnose
+from bucket_grpo.report.figures import gather
 from bucket_grpo.report.files import read_yaml
 from bucket_grpo.report.page import SECTIONS, flatten, show
 from bucket_grpo.report.signals import signals
@@ -117,13 +118,5 @@ def doctor_verb(run: RunDir, as_json: AsJson = False) -> None:
 def _show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for i, finding in enumerate(diagnosis.findings):
         console.print(Text(finding.verdict, "bold" if i == 0 else "dim"))
-        for line in _lines(finding):
+        for line in advice_lines(finding):
             console.print(Text(f"  {line}"))
-
-
-def _lines(finding: Finding) -> list[str]:
-    lines = [f"because {evidence}" for evidence in finding.evidence]
-    for change in finding.changes:
-        predicted = "" if change.predicted_step_s is None else f" → about {change.predicted_step_s:.2f} s a step"
-        lines.append(f"change  {change.key}: {change.value}{predicted} ({change.why})")
-    return lines or ["nothing was recorded to judge by"]

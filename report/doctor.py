@@ -59,6 +59,15 @@ def diagnose(signals: Signals) -> Diagnosis:
     return Diagnosis(verdict=found[0].verdict, findings=found)
 
 
+def advice_lines(finding: Finding) -> list[str]:
+    """A finding in sentences: the evidence first, then what to change."""
+    lines = [f"because {evidence}" for evidence in finding.evidence]
+    for change in finding.changes:
+        predicted = "" if change.predicted_step_s is None else f" → about {change.predicted_step_s:.2f} s a step"
+        lines.append(f"change {change.key} to {change.value}{predicted} ({change.why})")
+    return lines
+
+
 def not_learning(s: Signals) -> Finding | None:
     first, last = s.reward_first20, s.reward_last20
     if first is None or last is None or (s.steps or 0) < MIN_STEPS_TO_JUDGE or last - first > FLAT:

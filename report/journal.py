@@ -86,6 +86,8 @@ class JournalTotals:
     retried: int = 0
     failed: int = 0
     routes: Counter[str] = field(default_factory=Counter)
+    answers: list[tuple[float, str, int]] = field(default_factory=list)
+    """(Unix seconds, replica, version number) of each answer by a version"""
     first_t: float = math.inf
     last_t: float = -math.inf
 
@@ -121,3 +123,5 @@ def _count(totals: JournalTotals, line: dict[str, Any]) -> None:
     totals.failed += line.get("status", 200) >= 400
     if (t := line.get("t")) is not None:
         totals.first_t, totals.last_t = min(totals.first_t, t), max(totals.last_t, t)
+        if line.get("number") is not None and line.get("replica"):
+            totals.answers.append((t, line["replica"], line["number"]))

@@ -2,9 +2,10 @@
 
 import base64
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bucket_grpo.report.doctor import Diagnosis, advice_lines
 from bucket_grpo.report.summary import summary
 
 # Which figures belong together, in the order in which a reader asks: did it learn, can I trust it, where did time go.
@@ -42,22 +43,22 @@ img { width: 100%; border-radius: 8px; background: #fff; }
   margin-top: 1.5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td { padding: .18rem 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+.verdict { margin: 0; font-weight: 600; } ul { margin: 0 0 1rem; padding-left: 1.2rem; } img + img { margin-top: 1rem; }
 .summary { margin-bottom: 1.2rem; } .summary td:last-child { text-align: left; }
 td:first-child { color: var(--muted); padding-right: 1rem; } td:last-child { text-align: right; }
 """
 
 
-def report_page(report: dict[str, Any], picture_png: bytes | None) -> str:
+def report_page(report: dict[str, Any], diagnosis: Diagnosis, pictures: Sequence[bytes]) -> str:
     """The page for one report.
 
     Args:
         report: as from `build_report`.
-        picture_png: as from `reward_png`; None if it could not be drawn.
+        diagnosis: what the doctor says of the run.
+        pictures: PNGs; none where they could not be drawn.
     """
-    if picture_png is None:
-        picture = "<p class=lead>No plots: matplotlib is not installed here.</p>"
-    else:
-        picture = f"<img alt='reward over steps' src='data:image/png;base64,{base64.b64encode(picture_png).decode()}'>"
+    plots = "".join(f"<img alt='' src='data:image/png;base64,{base64.b64encode(png).decode()}'>" for png in pictures)
+    plots = plots or "<p class=lead>No plots: matplotlib is not installed here.</p>"
     sections = "".join(
         f"<section><h2>{title}</h2><table>{''.join(_rows(report, names))}</table></section>"
         for title, names in SECTIONS.items()
@@ -69,8 +70,17 @@ def report_page(report: dict[str, Any], picture_png: bytes | None) -> str:
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{run}</title><style>{STYLE}</style><h1>{run}</h1><p class=lead>{ended}</p>"
         f"<table class=summary>{lines}</table>"
-        f"{picture}<div class=grid>{sections}</div></html>\n"
+        f"<h2>What to change</h2>{_advice(diagnosis)}{plots}<div class=grid>{sections}</div></html>\n"
     )
+
+
+def _advice(diagnosis: Diagnosis) -> str:
+    def findings() -> Iterable[str]:
+        for finding in diagnosis.findings:
+            lines = "".join(f"<li>{html.escape(line)}" for line in advice_lines(finding))
+            yield f"<p class=verdict>{finding.verdict}</p><ul>{lines}</ul>"
+
+    return "".join(findings())
 
 
 def flatten(report: dict[str, Any], names: Iterable[str]) -> Iterable[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bucket_grpo.report.build import SAMPLES, RunFiles, compose, stall_seconds
+from bucket_grpo.report.figures import SAMPLES, RunFiles, compose, stall_seconds
 from bucket_grpo.report.metrics import Row, column, mean, median, number
 
 WARM_UP_FRAC = 0.1  # of the rows, left out of timings: the queue fills, kernels compile

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from bucket_grpo.cli.progress import PLAIN_INTERVAL_S, Progress
-from bucket_grpo.report.build import RunFiles, compose
+from bucket_grpo.report.figures import RunFiles, compose
 
 
 class Screen:

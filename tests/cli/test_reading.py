@@ -51,7 +51,7 @@ def test_the_doctor_says_what_why_and_which_key(app: typer.Typer, tmp_path: Path
 
     assert text.startswith("generation-bound\n  because training waits for samples 0.05 of a step's 0.40 s")
     assert "the queue is empty: 100 of 800 samples" in text
-    assert "change  jobs.vllm.replicas: 3 → about" in text
+    assert "change jobs.vllm.replicas to 3 → about" in text
     assert figures["verdict"] == "generation-bound"
     assert figures["findings"][0]["changes"][0]["key"] == "jobs.vllm.replicas"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from run_folders import metrics_rows, write_run
 
-from bucket_grpo.report.build import RunFiles, gather
 from bucket_grpo.report.doctor import Diagnosis, diagnose
+from bucket_grpo.report.figures import RunFiles, gather
 from bucket_grpo.report.signals import Signals, signals
 
 PUBLISHED_RUN_1 = Signals(
