@@ -20,7 +20,7 @@ test-long: setup
 
 # Type checkers follow imports through folders, not through the editable install: give them the package's real shape.
 .typecheck/bucket_grpo:
-	mkdir -p $@ && for d in bucket_sync cli emulator inference proxy report runtime trainer; do ln -sfn ../../$$d $@/$$d; done
+	mkdir -p $@ && for d in bucket_sync cli emulator inference jobs proxy report runtime trainer; do ln -sfn ../../$$d $@/$$d; done
 
 lint: .typecheck/bucket_grpo
 	.venv/bin/ruff check .

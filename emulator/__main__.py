@@ -51,13 +51,26 @@ def serve(
     user: Annotated[list[str] | None, typer.Option(help="a user to have (default: me); may be repeated")] = None,
     org: Annotated[list[str] | None, typer.Option(help="an organization that new users belong to")] = None,
     fault: Annotated[list[str] | None, typer.Option(help='JSON, e.g. {"kind":"status","status":429}')] = None,
+    profile: Annotated[str, typer.Option(help="how buckets behave that are mounted in jobs")] = "hf-mount-2026-09",
+    time_scale: Annotated[float, typer.Option(help="multiply every second of the profile")] = 1.0,
+    schedule_s: Annotated[float, typer.Option(help="seconds that a job waits for its machine")] = 0.2,
+    flush_grace_s: Annotated[float, typer.Option(help="seconds that a job's mounts may flush at its end")] = 10.0,
+    namespaces: Annotated[bool, typer.Option(help="--no-namespaces: jobs are plain processes")] = True,
 ) -> None:
-    """A local Hub: buckets, content-addressed storage, tokens. Use it through HF_ENDPOINT and HF_TOKEN."""
+    """A local Hub: jobs, buckets, content-addressed storage, tokens. Use it through HF_ENDPOINT and HF_TOKEN."""
     from bucket_grpo.emulator.hub import HubInUse
     from bucket_grpo.emulator.hub import serve as serve_hub
+    from bucket_grpo.emulator.jobs_runner import JobOptions
+
+    jobs = JobOptions(
+        namespaces=namespaces,
+        schedule_s=schedule_s,
+        flush_grace_s=flush_grace_s,
+        mount_options=["--profile", profile, "--time-scale", str(time_scale)],
+    )
 
     try:
-        serve_hub(root, host, port, users=user or ["me"], orgs=org or [], faults=fault or [])
+        serve_hub(root, host, port, users=user or ["me"], orgs=org or [], faults=fault or [], jobs=jobs)
     except (HubInUse, ValueError, OSError) as error:
         print(f"cannot serve {root} on {host}:{port}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -21,12 +21,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bucket_grpo.emulator import hub_cas, hub_control, hub_routes
+from bucket_grpo.emulator import hub_cas, hub_control, hub_routes, jobs_api
 from bucket_grpo.emulator.events import ChangeLog, Feed
 from bucket_grpo.emulator.hub_buckets import Buckets
 from bucket_grpo.emulator.hub_database import Database
 from bucket_grpo.emulator.hub_errors import HubError
 from bucket_grpo.emulator.hub_faults import Fault, FaultBook, FaultMiddleware
+from bucket_grpo.emulator.jobs_runner import JobOptions, JobRunner
 from bucket_grpo.emulator.objects import ObjectStore
 from bucket_grpo.emulator.tokens import TOKENS_FILE, TokenBook
 
@@ -50,6 +51,7 @@ class Hub:
         event_buffer: int = 10_000,
         event_session_s: float = 1800,
         cas_token_lifetime_s: float = CAS_TOKEN_LIFETIME_S,
+        jobs: JobOptions | None = None,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(root)
@@ -61,6 +63,7 @@ class Hub:
         self.buckets = Buckets(self.database, self.objects, self.log, self._changed)
         self.faults = FaultBook(list(faults))
         self.cas_token_lifetime_s = cas_token_lifetime_s
+        self.jobs = JobRunner(root, self.tokens, jobs)
 
     def _changed(self) -> None:
         self.feed.ring()
@@ -89,6 +92,7 @@ def create_app(hub: Hub) -> Starlette:
         pending = asyncio.create_task(_apply_pending(hub))
         yield
         pending.cancel()
+        await hub.jobs.close()
 
     def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, HubError)
@@ -99,7 +103,7 @@ def create_app(hub: Hub) -> Starlette:
         return HubError(404, f"no route {request.method} {request.url.path} on the emulated Hub").response()
 
     app = Starlette(
-        routes=[*hub_routes.routes(), *hub_cas.routes(), *hub_control.routes()],
+        routes=[*hub_routes.routes(), *hub_cas.routes(), *hub_control.routes(), *jobs_api.routes()],
         middleware=[Middleware(FaultMiddleware, book=hub.faults)],
         exception_handlers={HubError: refuse, 404: refuse_unknown, 405: refuse_unknown},
         lifespan=lifespan,
@@ -125,6 +129,7 @@ class HubServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._hub.feed.close()
+        self._hub.jobs.closing = True
         super().handle_exit(sig, frame)
 
 
@@ -136,20 +141,26 @@ def serve(
     users: Sequence[str] = ("me",),
     orgs: Sequence[str] = (),
     faults: Sequence[str] = (),
+    jobs: JobOptions | None = None,
 ) -> None:
     """Serve the Hub under `root` until SIGTERM or SIGINT. `port` 0 takes a free one; `faults` are JSON objects.
 
     Prints `serving URL` once requests are answered. Raises `HubInUse`, or `OSError` for a port that is taken.
     """
-    hub = Hub(root.absolute(), users=users, orgs=orgs, faults=[Fault.model_validate_json(text) for text in faults])
+    hub = Hub(
+        root.absolute(), users=users, orgs=orgs, faults=[Fault.model_validate_json(text) for text in faults], jobs=jobs
+    )
     listener = socket.create_server((host, port))
+    for_jobs = hub.jobs.open(listener.getsockname()[1])
     url = f"http://{host}:{listener.getsockname()[1]}"
     print(f"tokens {root.absolute() / TOKENS_FILE}", flush=True)
+    if hub.jobs.why_plain:
+        print(f"jobs run as plain processes with mapped ports and paths: {hub.jobs.why_plain}", flush=True)
     print(f"serving {url}", flush=True)
     config = uvicorn.Config(
         create_app(hub), log_level=os.environ.get("BUCKET_GRPO_HUB_LOG", "warning"), timeout_graceful_shutdown=3
     )
     try:
-        HubServer(config, hub).run(sockets=[listener])
+        HubServer(config, hub).run(sockets=[listener, *for_jobs])
     finally:
         hub.close()
