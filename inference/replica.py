@@ -21,7 +21,7 @@ from bucket_grpo.inference.supervisor import Supervisor
 
 STOPPED, ENGINE_GAVE_UP = 0, 4
 # After giving up, the reason stays readable on the status API for this long.
-LAST_WORDS_S = 5.0
+LAST_WORDS_S = 3.0
 
 
 class Server(uvicorn.Server):
