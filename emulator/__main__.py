@@ -31,7 +31,7 @@ def mount(
         times = profile_named(profile).with_overrides(setting or []).scaled(time_scale)
         faults = FaultControl(parse_faults(fault or []), control.absolute() if control else None)
         backend = open_backend(source, endpoint)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"cannot mount {source}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if fuse:
