@@ -25,9 +25,10 @@ from bucket_grpo.bucket_sync.vocabulary import parse_version_key, served_name, v
 from bucket_grpo.report.files import read_yaml, write_json
 from bucket_grpo.report.journal import Sample, read_samples
 
-# Largest difference of one token's logprob (nats) that still counts as the same policy. In float32, vLLM and PEFT
-# differ by rounding only: at most 1e-5 where measured. The tighter, the more power: a confident policy's logprobs are
-# near 0 under its neighbours too. Rounding in 16 bits is as large as what a version changes: see what power it leaves.
+# Largest difference of one token's logprob (nats) that still counts as the same policy. Measured in float32 with vLLM
+# 0.31 on a CPU, a 1M-parameter model, 750 answers over 50 versions, one each 4 steps: the right version was off by at
+# most 9.4e-6 (p99 3.8e-6), the neighbouring one by at least 2.8e-4. 1e-3 would have missed 1 % of the neighbours.
+# Rounding in 16 bits is far larger and was not measured: there, look at the power that is left.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 WORST_CASES = 10
