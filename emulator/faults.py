@@ -48,6 +48,11 @@ class Faults(BaseModel):
     partial_batches: Ratio = Field(
         default="0", description="operations of a commit that are left out, though it is acknowledged"
     )
+    hide_commits: Ratio = Field(
+        default="0", description="commits that are acknowledged and applied after `hide_s` only"
+    )
+    hide_s: float = Field(default=10.0, ge=0, description="later commits show first meanwhile")
+    stale_contents: Ratio = Field(default="0", description="opens that get the content before the last change")
     delay_commits_s: float = Field(default=0.0, ge=0)
     op_gap_s: float = Field(default=0.0, ge=0, description="time between the operations of one commit")
     reverse_batches: bool = Field(default=False, description="apply a commit's operations last to first")
@@ -159,16 +164,23 @@ class FaultyBackend:
 
     def __init__(self, backend: Backend, control: FaultControl, sleep: Callable[[float], None] = time.sleep) -> None:
         self._backend, self._control, self._sleep = backend, control, sleep
+        self._shown: dict[str, tuple[Stat, Stat]] = {}  # key → the content before the last change, and the present one
 
     def stat(self, key: str) -> Stat | None:
         self._slow_request(key)
-        return self._backend.stat(key)
+        found = self._backend.stat(key)
+        if found is not None:
+            before, now = self._shown.get(key, (found, found))
+            self._shown[key] = (before, found) if found.etag == now.etag else (now, found)
+        return found
 
     def list_folder(self, folder: str) -> Listing:
         self._slow_request(folder)
         return self._backend.list_folder(folder)
 
     def open(self, stat: Stat) -> Reader:
+        if stat.key in self._shown and self._control.hits("stale_contents", stat.key):
+            stat = self._shown[stat.key][0]
         return FaultyReader(self._backend.open(stat), stat.key, self._control, self._sleep)
 
     def upload(self, staged: Path, key: str) -> Stat:
@@ -195,6 +207,9 @@ class FaultyBackend:
         if self._control.hits("fail_commits", touched):
             raise OSError(errno.EIO, "fault: fail_commits", touched)
         if self._control.hits("drop_commits", touched):
+            return []
+        if self._control.hits("hide_commits", touched):
+            threading.Timer(faults.hide_s, self._backend.commit, (operations,)).start()
             return []
         left_out = [op for op in operations if self._control.hits("partial_batches", op.key)]
         applied = [op for op in operations if op not in left_out]

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from mount_processes import wait_for
 
 from bucket_grpo.emulator.backends import Add, Delete, FolderBackend
 from bucket_grpo.emulator.faults import FaultControl, FaultyBackend, hit, parse_faults
@@ -70,6 +71,30 @@ def test_the_operations_of_a_batch_can_be_spread_and_reversed(tmp_path: Path) ->
     bucket.commit([Delete("a"), Add("b", "", source="a")])
     assert sleeps == [3.0]
     assert bucket.stat("b") is not None, "in the batch's own order there would have been nothing to copy"
+
+
+def test_a_hidden_commit_shows_after_a_later_one(tmp_path: Path) -> None:
+    bucket = backend(tmp_path, "hide_commits=1", "hide_s=0.3")
+    assert put(bucket, tmp_path, "v1") == []
+    put(bucket, tmp_path, "v2")
+    assert (bucket.stat("v1"), bucket.stat("v2") is None) == (None, False)
+    wait_for(lambda: bucket.stat("v1"))
+
+
+def test_stale_contents_come_under_a_fresh_stat(tmp_path: Path) -> None:
+    bucket = backend(tmp_path, "stale_contents=1")
+    put(bucket, tmp_path, "current.json", data=b"first")
+    bucket.stat("current.json")
+    put(bucket, tmp_path, "current.json", data=b"second!")
+    stat = bucket.stat("current.json")
+    assert stat is not None
+    assert stat.size == 7
+    reader = bucket.open(stat)
+    assert reader.read(0, 100) == b"first"
+    reader.close()
+    reader = bucket.open(stat)
+    assert reader.read(0, 100) == b"second!"
+    reader.close()
 
 
 def test_a_delayed_commit_and_slow_requests_wait(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_file_written_here_is_read_there_after_the_debounce(mounts: Mounts) ->
 
 def test_an_early_probe_hides_a_version_for_the_negative_cache_time(mounts: Mounts) -> None:
     trainer = mounts.mount("trainer")
-    old = mounts.mount("old", "--read-only", "--profile", "hf-mount-2026-08", "--set", "poll_s=1000")
+    old = mounts.mount("old", "--read-only", "--profile", "hf-mount-2026-08", "--set", "poll_s=1000", time_scale=0.05)
     new = mounts.mount("new", "--read-only")
     assert not (old.path / "v1").exists()
     probed = time.monotonic()
@@ -74,12 +74,13 @@ def _file(path: Path, text: str) -> Path:
 def test_a_listing_shows_news_after_a_poll_while_a_lookup_finds_them_at_once(mounts: Mounts) -> None:
     mounts.objects.mkdir()
     (mounts.objects / "v1").write_text("1")
-    reader = mounts.mount("reader", "--read-only")
-    assert os.listdir(reader.path) == ["v1"]
+    unpolled = mounts.mount("unpolled", "--read-only", "--set", "poll_s=1000")
+    polled = mounts.mount("polled", "--read-only", "--set", "poll_s=5")
+    assert os.listdir(unpolled.path) == os.listdir(polled.path) == ["v1"]
     (mounts.objects / "v2").write_text("2")
-    assert os.listdir(reader.path) == ["v1"]
-    assert (reader.path / "v2").read_text() == "2"
-    assert wait_for(lambda: (mounts.objects / "v3").write_text("3") and "v3" in os.listdir(reader.path)) > 0.0
+    wait_for(lambda: sorted(os.listdir(polled.path)) == ["v1", "v2"])
+    assert os.listdir(unpolled.path) == ["v1"]
+    assert (unpolled.path / "v2").read_text() == "2"
 
 
 def test_a_read_only_mount_is_erofs(mounts: Mounts) -> None:
@@ -274,3 +275,16 @@ def test_sigint_is_a_clean_end_too(mounts: Mounts) -> None:
     trainer.process.send_signal(signal.SIGINT)
     assert trainer.process.wait(30) == 0
     assert (mounts.objects / "v1").read_text() == "one"
+
+
+@pytest.mark.e2e
+def test_unscaled_a_version_is_in_the_bucket_after_two_and_a_half_seconds_and_there_at_once(mounts: Mounts) -> None:
+    trainer = mounts.mount("trainer", time_scale=1.0)
+    replica = mounts.mount("replica", "--read-only", time_scale=1.0)
+    start = time.monotonic()
+    (trainer.path / "v1").write_bytes(b"x" * 5_000_000)
+    assert time.monotonic() - start < 0.5
+    wait_for((mounts.objects / "v1").exists)
+    assert 2.4 <= time.monotonic() - start <= 3.5
+    assert (replica.path / "v1").read_bytes() == b"x" * 5_000_000
+    assert time.monotonic() - start <= 4.0

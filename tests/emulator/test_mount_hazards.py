@@ -47,7 +47,8 @@ def seen(mount: Path, version: str) -> set[str]:
 
 def test_an_early_probe_hides_the_naive_version_but_not_one_that_nobody_probes(mounts: Mounts) -> None:
     trainer = mounts.mount("trainer")
-    naive, told = mounts.mount("naive", "--read-only", *OLD_CACHE), mounts.mount("told", "--read-only", *OLD_CACHE)
+    naive = mounts.mount("naive", "--read-only", *OLD_CACHE)
+    told = mounts.mount("told", "--read-only", *OLD_CACHE)
     assert seen(naive.path, "v1") == set(), "the naive reader polls for the name: too early"
     probed = time.monotonic()
     naive_publish(trainer.path, "v1")
