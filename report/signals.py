@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bucket_grpo.report.figures import SAMPLES, RunFiles, compose, stall_seconds
 from bucket_grpo.report.metrics import Row, column, mean, median, number
+from bucket_grpo.trainer.trl_fields import known
 
 WARM_UP_FRAC = 0.1  # of the rows, left out of timings: the queue fills, kernels compile
 
@@ -72,7 +74,7 @@ class Signals:
 
 def signals(files: RunFiles) -> Signals:
     """The signals of a run, from what `gather` found."""
-    report, settings = compose(files), files.run_file
+    report, settings = compose(files), _settings(files.run_file)
     every, stall_s = settings.get("weight_sync_steps"), mean(stall_seconds(files))
     warm = files.rows[int(len(files.rows) * WARM_UP_FRAC) :]
     whole_step_s, cap = mean(column(warm, "perf/step_s")), settings.get("max_inflight_tasks")
@@ -109,10 +111,16 @@ def signals(files: RunFiles) -> Signals:
     )
 
 
+def _settings(run_file: dict[str, Any]) -> dict[str, Any]:
+    """The run file with TRL's defaults where it is silent; nothing without a run file."""
+    defaults = {name: field["default"] for name, field in known().items()}
+    return defaults | run_file if run_file else {}
+
+
 def _frac_of_rows(rows: Sequence[Row], name: str, *, watched: str) -> float | None:
     """TRL logs an event's metric only in steps that had one: the fraction of the steps in which `watched` was known."""
-    known = [row for row in rows if number(row, watched) is not None]
-    return sum(number(row, name) is not None for row in known) / len(known) if known else None
+    watching = [row for row in rows if number(row, watched) is not None]
+    return sum(number(row, name) is not None for row in watching) / len(watching) if watching else None
 
 
 def _score_busy_frac(rows: Sequence[Row], num_generations: int | None) -> float | None:
