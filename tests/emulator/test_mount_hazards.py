@@ -49,8 +49,8 @@ def test_an_early_probe_hides_the_naive_version_but_not_one_that_nobody_probes(m
     trainer = mounts.mount("trainer")
     naive = mounts.mount("naive", "--read-only", *OLD_CACHE)
     told = mounts.mount("told", "--read-only", *OLD_CACHE)
-    assert seen(naive.path, "v1") == set(), "the naive reader polls for the name: too early"
     probed = time.monotonic()
+    assert seen(naive.path, "v1") == set(), "the naive reader polls for the name: too early"
     naive_publish(trainer.path, "v1")
     publish_one_file(trainer.path, "v2")
     wait_for(lambda: (mounts.objects / "v2.safetensors").exists() and (mounts.objects / "v1" / "weights").exists())
