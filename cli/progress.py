@@ -6,13 +6,16 @@ caller's for JSON.
 """
 
 import atexit
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -170,3 +173,16 @@ class Progress:
 
     def _phases(self) -> str:
         return ", ".join(f"{name} {duration(spent)}" for name, spent in self._done)
+
+
+@contextlib.contextmanager
+def counted(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar for work with a known amount, on stderr and only where that is a terminal.
+
+    Gives a callback for (done, total), such as the `on_progress` of the audit.
+    """
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -42,10 +42,11 @@ img { width: 100%; border-radius: 8px; background: #fff; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)); gap: 1.5rem 2rem;
   margin-top: 1.5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td { padding: .18rem 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+td { padding: .18rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 .verdict { margin: 0; font-weight: 600; } ul { margin: 0 0 1rem; padding-left: 1.2rem; } img + img { margin-top: 1rem; }
 .summary { margin-bottom: 1.2rem; } .summary td:last-child { text-align: left; }
-td:first-child { color: var(--muted); padding-right: 1rem; } td:last-child { text-align: right; }
+td:first-child { color: var(--muted); padding-right: 1rem; white-space: nowrap; }
+td:last-child { text-align: right; overflow-wrap: anywhere; }
 """
 
 

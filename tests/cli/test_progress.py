@@ -4,7 +4,7 @@ import re
 import pytest
 from rich.console import Console
 
-from bucket_grpo.cli.progress import PLAIN_INTERVAL_S, Progress
+from bucket_grpo.cli.progress import PLAIN_INTERVAL_S, Progress, counted
 from bucket_grpo.report.figures import RunFiles, compose
 
 
@@ -97,3 +97,13 @@ def test_with_json_nothing_reaches_stdout(capsys: pytest.CaptureFixture[str]) ->
 
     assert printed.out == ""
     assert "mounts" in printed.err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_counted_work_is_drawn_on_a_terminal_only(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with counted("auditing", console) as tell:
+        tell(3, 8)
+        tell(8, 8)
+
+    assert ("8/8" in console.file.getvalue()) is terminal
