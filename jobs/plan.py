@@ -1,10 +1,9 @@
 """From a run file to the jobs that it needs, their requests, and what they cost. Pure: nothing asks the network."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,8 +11,11 @@ from bucket_grpo.bucket_sync.vocabulary import check_run_name
 from bucket_grpo.jobs.hardware import Prices, job_usd_per_hour
 from bucket_grpo.jobs.labels import TRAINER, VLLM, JobName
 from bucket_grpo.jobs.request import BucketVolume, JobRequest
-from bucket_grpo.jobs.settings import Budget, JobSettings, seconds, settings_of
+from bucket_grpo.jobs.settings import Budget, JobSettings, seconds
 from bucket_grpo.jobs.vram import VramEstimate, replica_vram, shape_of, trainer_vram
+
+if TYPE_CHECKING:
+    from bucket_grpo.trainer.run_file import RunFile
 
 MOUNT = "/lora"
 PORT = 8000
@@ -45,22 +47,25 @@ class RunNeeds(BaseModel):
     tokens_per_microbatch: int = 16384
     gradient_checkpointing: bool = False
     max_model_len: int | None = None
-    vllm_spec: dict[str, Any] = {}
     jobs: JobSettings = JobSettings()
     budget: Budget = Budget()
 
 
-def needs_of(run_file: Any, *, bucket: str | None = None) -> RunNeeds:
-    """What a `RunFile` says about jobs; `bucket` overrides the file's. Raises `ValueError` if there is no bucket."""
-    trl: Mapping[str, Any] = run_file.trl_arguments()
-    jobs = settings_of(getattr(run_file, "jobs", None), JobSettings)
-    where = bucket or getattr(run_file, "bucket", None)
-    if not where:
-        raise ValueError("the run file names no bucket: add `bucket: hf://buckets/<namespace>/<name>`, or use --bucket")
+def needs_of(
+    run_file: "RunFile",
+    *,
+    bucket: str,
+    network: str | None = None,
+    schedule_timeout: str | None = None,
+    alert: str | None = None,
+) -> RunNeeds:
+    """What a run file says about jobs. `bucket` is where it was decided to put things; the others are flags."""
+    trl = run_file.trl_arguments()
+    jobs = job_settings(run_file.jobs.model_dump(exclude_none=True), network, schedule_timeout)
     length = jobs.vllm.args.get("max-model-len", jobs.vllm.args.get("max_model_len"))
     return RunNeeds(
         run_name=run_file.run_name,
-        bucket=where,
+        bucket=bucket,
         model=run_file.model_name_or_path,
         dtype=run_file.dtype,
         lora_r=run_file.lora_r,
@@ -69,10 +74,18 @@ def needs_of(run_file: Any, *, bucket: str | None = None) -> RunNeeds:
         tokens_per_microbatch=trl.get("token_budget") or length or 16384,
         gradient_checkpointing=bool(trl.get("gradient_checkpointing")),
         max_model_len=length,
-        vllm_spec=dict(run_file.vllm_spec),
         jobs=jobs,
-        budget=settings_of(getattr(run_file, "budget", None), Budget),
+        budget=Budget.model_validate(run_file.budget.model_dump() | ({"alert": alert} if alert else {})),
     )
+
+
+def job_settings(block: dict[str, Any], network: str | None, schedule_timeout: str | None) -> JobSettings:
+    """The run file's block `jobs`, with its expectation as one thing, and the flags."""
+    hours, source = block.pop("expected_hours", None), block.pop("expected_hours_source", None)
+    if hours is not None:
+        block["expected"] = {"hours": hours, "source": source or "the run file"}
+    flags = {"network": network, "schedule_timeout": schedule_timeout}
+    return JobSettings.model_validate(block | {name: value for name, value in flags.items() if value is not None})
 
 
 def parse_bucket(url: str) -> tuple[str, str]:
@@ -99,6 +112,8 @@ class Plan:
     script: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     """What the run file calls a local file → its name under `launch/files/`."""
+    resumes: str | None = None
+    """The incarnation whose newest checkpoint this one goes on from."""
 
     @classmethod
     def of(cls, needs: RunNeeds, incarnation: str, package_version: str, **more: Any) -> Self:
@@ -122,7 +137,12 @@ class Plan:
 
     def dump(self) -> bytes:
         state = {name: getattr(self, name) for name in ("incarnation", "namespace", "package_version", "replicas")}
-        state |= {"script": self.script, "files": self.files, "needs": self.needs.model_dump(mode="json")}
+        state |= {
+            "script": self.script,
+            "files": self.files,
+            "resumes": self.resumes,
+            "needs": self.needs.model_dump(mode="json"),
+        }
         return json.dumps(state, indent=1).encode()
 
     @classmethod
@@ -208,7 +228,6 @@ class Plan:
             "max_loras": self.needs.max_staleness + 2,
             "max_model_len": args.pop("max-model-len", None),
             "extra_args": args,
-            **self.needs.vllm_spec,
         }
         return {key: value for key, value in spec.items() if value is not None}
 

@@ -89,12 +89,3 @@ class Budget(_Block):
     """Longest time without a finished training step, counted from the first one."""
     alert: str | None = None
     """A webhook (`https://…`, gets a JSON object) or a command, told why a run was ended."""
-
-
-def settings_of(block: object, model: type[_Block]) -> Any:
-    """`model` from what a run file holds under a key: nothing, a mapping, or a model of its own."""
-    if block is None:
-        return model()
-    if isinstance(block, BaseModel):
-        block = block.model_dump(exclude_none=True)
-    return model.model_validate(block)

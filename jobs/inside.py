@@ -1,0 +1,65 @@
+"""`python -m bucket_grpo.jobs.inside replica|trainer …`: what a job runs, once it has the package.
+
+Everything that it needs to know lies in the bucket, which is mounted at `--mount`; scratch files go to local disk.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from bucket_grpo.bucket_sync.store_contract import StoreError
+from bucket_grpo.bucket_sync.stores import open_store
+from bucket_grpo.jobs.hub import HubProblem
+from bucket_grpo.jobs.plan import Plan
+from bucket_grpo.jobs.travel import read_plan
+
+
+def scratch_folder(plan: Plan, part: str) -> Path:
+    return Path(tempfile.gettempdir()) / "bucket-grpo" / plan.incarnation / part
+
+
+def run_replica(plan: Plan, part: str, mount: Path, port: int) -> int:
+    """Become the agent: it supervises vLLM, and ends the job when the run is over."""
+    scratch = scratch_folder(plan, part)
+    scratch.mkdir(parents=True, exist_ok=True)
+    spec = plan.agent_spec(part, mount, port, scratch)
+    if plan.needs.model.startswith("builtin:"):
+        from bucket_grpo.trainer.tiny_model import resolve_model
+
+        spec["model"] = resolve_model(plan.needs.model)
+    config = scratch / "agent.json"
+    config.write_text(json.dumps(spec, indent=1))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "bucket_grpo.inference", "--config", str(config)])
+
+
+def run_trainer(plan: Plan, mount: Path, port: int) -> int:
+    from bucket_grpo.jobs.steward import Steward
+
+    return Steward(plan, mount, scratch_folder(plan, "trainer"), port).run()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bucket_grpo.jobs.inside", description=__doc__)
+    parser.add_argument("role", choices=["replica", "trainer"])
+    parser.add_argument("--mount", type=Path, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--incarnation", required=True)
+    parser.add_argument("--part", required=True)
+    arguments = parser.parse_args()
+    try:
+        plan = read_plan(open_store(arguments.mount), arguments.run, arguments.incarnation)
+        if arguments.role == "replica":
+            return run_replica(plan, arguments.part, arguments.mount, arguments.port)
+        return run_trainer(plan, arguments.mount, arguments.port)
+    except (StoreError, HubProblem, ValueError, OSError) as error:
+        print(f"bucket-grpo {arguments.part}: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""The trainer job's first process: everything about the run that is neither training nor serving.
+
+It finds the replicas and tells the proxy, starts lost ones again, says in the bucket how the run stands, ends the run
+when its budget is spent, takes its results to the bucket, and ends the replicas. So the launching machine may be
+switched off at any time after the launch.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from bucket_grpo.bucket_sync.current import Superseded
+from bucket_grpo.bucket_sync.store_contract import StoreError
+from bucket_grpo.bucket_sync.stores import open_store
+from bucket_grpo.jobs.budget import BudgetWatch
+from bucket_grpo.jobs.fleet import FleetWatch
+from bucket_grpo.jobs.hardware import EXPOSED_USD_PER_HOUR
+from bucket_grpo.jobs.hub import HubProblem, JobsHub, running_usd
+from bucket_grpo.jobs.labels import VLLM
+from bucket_grpo.jobs.launch import cancel_jobs, close_run, secrets_for
+from bucket_grpo.jobs.plan import Cost, Plan
+from bucket_grpo.jobs.settings import seconds
+from bucket_grpo.jobs.travel import read_plan, unpack
+from bucket_grpo.jobs.watch import status_key
+from bucket_grpo.runtime.jsonl import Follower
+from bucket_grpo.runtime.processes import Child, spawn
+
+if TYPE_CHECKING:
+    from huggingface_hub import JobInfo
+
+POLL_S = 1.0
+LOOK_S = 10.0
+STATUS_S = 15.0
+STOP_GRACE_S = 40.0
+BUDGET_STATUS = 4
+SUMMARY = ("reward", "step", "sample/staleness_mean", "perf/step_s", "rollout/generated_tok_s")
+RESULT_PATTERNS = ("*.json", "*.jsonl", "run.yaml", "journal/*.jsonl", "logs/*.log")
+
+
+class Steward:
+    """One incarnation, from inside its trainer job.
+
+    Args:
+        mount: the bucket, as this job sees it.
+        scratch: local disk for everything that the training leaves.
+        port: for a user's own script, the port where the proxy is.
+    """
+
+    def __init__(self, plan: Plan, mount: Path, scratch: Path, port: int) -> None:
+        self.plan = plan
+        self.mount = mount
+        self.run_dir = scratch
+        self.port = port
+        self.hub = JobsHub(plan.namespace)
+        # The Hub's API, not the mount: a pointer that is written every few seconds would hold versions back there.
+        self.store = open_store(plan.needs.bucket)
+        self.prices = self.hub.prices()
+        self.cost = Cost.of(plan, self.prices)
+        self.fleet = FleetWatch(plan)
+        self.budget = BudgetWatch(plan.needs.budget, self.cost.usd_per_hour)
+        self.metrics = Follower(self.run_dir / "metrics.jsonl")
+        self.last: dict[str, Any] = {}
+        self.urls: list[str] = []
+        self.told: list[str] = []
+        self.usd = 0.0
+        self.why: str | None = None
+        self.asked_to_stop = False
+
+    def run(self) -> int:
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        status = 1
+        try:
+            run_file = unpack(self.store, self.plan, self.run_dir)
+            if self._wait_for_replica():
+                status = self._train(run_file)
+        except (HubProblem, StoreError, Superseded, ValueError, OSError) as error:
+            self.why = str(error)
+            print(f"bucket-grpo trainer: {error}", file=sys.stderr, flush=True)
+        finally:
+            self._finish(status)
+        return status
+
+    def _wait_for_replica(self) -> bool:
+        """True once a replica has a machine. Raises `HubProblem` when none has one in time."""
+        limit_s = seconds(self.plan.needs.jobs.schedule_timeout)
+        deadline = time.monotonic() + limit_s
+        while not self.asked_to_stop:
+            self._look()
+            if self.urls:
+                print(f"first replica: {self.urls[0]}", flush=True)
+                return True
+            if time.monotonic() > deadline:
+                raise HubProblem(f"no replica got a machine within {limit_s} s: try another flavor")
+            time.sleep(POLL_S)
+        self.why = "the job was asked to stop before a replica was there"
+        return False
+
+    def _train(self, run_file: Path) -> int:
+        """Start the training and keep house until it ends; its exit status."""
+        config = self._write_job(run_file)
+        training = spawn(
+            [sys.executable, "-m", "bucket_grpo.trainer", "--config", str(config)],
+            name="trainer",
+            log_path=self.run_dir / "logs" / "supervisor.log",
+            env=dict(os.environ),
+        )
+        log = _LogCopy([self.run_dir / "logs" / "supervisor.log", self.run_dir / "logs" / "trainer.log"])
+        next_look = next_status = 0.0
+        stop_by: float | None = None
+        while training.poll() is None:
+            now = time.monotonic()
+            log.copy()
+            for row in self.metrics.new():
+                self.last |= row
+            if now >= next_look:
+                next_look = now + LOOK_S
+                self._keep_house()
+            if now >= next_status:
+                next_status = now + STATUS_S
+                self._say_status("running")
+            reason = self.why or self.budget.why_stop(now, self.usd, self.last.get("step"))
+            if (reason or self.asked_to_stop) and stop_by is None:
+                self.why = reason or "the job was asked to stop"
+                print(f"ending the run: {self.why}", flush=True)
+                training.terminate()
+                stop_by = now + STOP_GRACE_S
+            if stop_by is not None and now > stop_by:
+                break
+            time.sleep(POLL_S)
+        return self._training_ended(training, log)
+
+    def _training_ended(self, training: Child, log: "_LogCopy") -> int:
+        status = training.stop(5)
+        log.copy()
+        for row in self.metrics.new():
+            self.last |= row
+        if self.why is not None and not self.asked_to_stop:
+            return BUDGET_STATUS
+        return status if status >= 0 else 128 - status
+
+    def _write_job(self, run_file: Path) -> Path:
+        from bucket_grpo.trainer.job import TrainerJob
+
+        return TrainerJob(
+            run_file=run_file,
+            run=self.plan.run,
+            incarnation=self.plan.incarnation,
+            run_dir=self.run_dir,
+            bucket=str(self.mount),
+            confirm=self.plan.needs.bucket,
+            replicas=self.urls,
+            server_timeout_s=seconds(self.plan.needs.jobs.schedule_timeout) + 600,
+        ).write(self.run_dir / "trainer.json")
+
+    def _keep_house(self) -> None:
+        """One look at the fleet. A Hub that does not answer now is asked again at the next look."""
+        try:
+            self._look()
+        except HubProblem as error:
+            print(f"fleet not seen this time: {error}", file=sys.stderr, flush=True)
+        self._tell_proxy()
+
+    def _look(self) -> None:
+        self.plan = read_plan(self.store, self.plan.run, self.plan.incarnation)  # `scale` changes it
+        self.fleet.plan = self.plan
+        jobs = self.hub.jobs(run=self.plan.run, incarnation=self.plan.incarnation)
+        self.usd = running_usd(jobs, self.prices, EXPOSED_USD_PER_HOUR)
+        self.urls = self.fleet.urls(jobs)
+        self._start_again(jobs)
+
+    def _start_again(self, jobs: Sequence["JobInfo"]) -> None:
+        again = self.fleet.lost(jobs)
+        if not again:
+            return
+        secrets = secrets_for(self.plan, self.hub.token, os.environ)
+        for index in again:
+            job = self.hub.post(self.plan.replica(index), secrets)
+            print(f"vllm-{index} was lost; job {job.id} takes its place", flush=True)
+
+    def _tell_proxy(self) -> None:
+        """Give the proxy the replicas, whenever they changed. A proxy that just restarts is told at the next look."""
+        url = self.run_dir / "proxy.url"
+        if not self.urls or self.urls == self.told or not url.exists():
+            return
+        try:
+            httpx.put(f"{url.read_text()}/replicas", json={"urls": self.urls}, timeout=5).raise_for_status()
+        except httpx.HTTPError as error:
+            print(f"the proxy was not told of {len(self.urls)} replicas: {error}", file=sys.stderr, flush=True)
+            return
+        self.told = self.urls
+
+    def _say_status(self, state: str) -> None:
+        said = {
+            "state": state,
+            "why": self.why,
+            "at": time.time(),
+            "usd": round(self.usd, 4),
+            "replicas": len(self.urls),
+            "given_up": sorted(self.fleet.given_up),
+            **{key: self.last.get(key) for key in SUMMARY},
+            **self._versions(),
+        }
+        key = status_key(self.plan.run, self.plan.incarnation)
+        try:
+            self.store.write_pointer(key, json.dumps(said).encode())
+        except StoreError as error:
+            print(f"status not written: {error}", file=sys.stderr, flush=True)
+
+    def _versions(self) -> dict[str, Any]:
+        url = self.run_dir / "proxy.url"
+        if not url.exists():
+            return {"live": None, "accepted": None}
+        try:
+            status = httpx.get(f"{url.read_text()}/status", timeout=3).json()
+        except (httpx.HTTPError, ValueError):
+            return {"live": None, "accepted": None}  # starting, restarting, or gone with the training
+        return {"live": status.get("live"), "accepted": status.get("accepted")}
+
+    def _finish(self, status: int) -> None:
+        """End the replicas first: they cost the most. Then the results, then the last word."""
+        try:
+            labels = {"run": self.plan.run, "incarnation": self.plan.incarnation, "role": VLLM}
+            ended = cancel_jobs(self.hub, **labels)
+            print(f"ended {', '.join(ended) or 'no replica: none was active'}", flush=True)
+        except HubProblem as error:
+            print(f"replicas not cancelled ({error}): they end by the run's state", file=sys.stderr, flush=True)
+        try:
+            close_run(self.store, self.plan.run, self.plan.incarnation)
+            self._name_cause()
+            self._upload_results()
+        except (StoreError, Superseded, OSError) as error:
+            print(f"results not complete in the bucket: {error}", file=sys.stderr, flush=True)
+        self._say_status("finished" if status == 0 else "failed")
+        if self.why:
+            alert(self.plan.needs.budget.alert, {"run": self.plan.run, "why": self.why, "usd": round(self.usd, 4)})
+
+    def _name_cause(self) -> None:
+        """`outcome.json` says `terminated` of a run that we ended: say why we did."""
+        path = self.run_dir / "outcome.json"
+        if self.why is None:
+            return
+        outcome = json.loads(path.read_text()) if path.exists() else {"exit_reason": "died"}
+        if outcome["exit_reason"] in ("terminated", "died"):
+            outcome |= {"exit_reason": self.why.partition(":")[0].replace(" ", "_"), "error": self.why}
+            path.write_text(json.dumps(outcome, indent=1))
+
+    def _upload_results(self) -> None:
+        for path in result_files(self.run_dir):
+            key = f"{self.plan.run}/{self.plan.incarnation}/results/{path.relative_to(self.run_dir).as_posix()}"
+            data = path.read_bytes()
+            if data:
+                self.store.write_once(key, data)
+
+    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+        self.asked_to_stop = True
+
+
+class _LogCopy:
+    """Copies what is new in log files to our own output, which is the job's log on the Hub."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._offsets = dict.fromkeys(paths, 0)
+
+    def copy(self) -> None:
+        for path, offset in self._offsets.items():
+            if not path.exists():
+                continue
+            with open(path, "rb") as file:
+                file.seek(offset)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] += len(whole)
+            if whole:
+                sys.stdout.write(whole.decode(errors="replace"))
+                sys.stdout.flush()
+
+
+def result_files(run_dir: Path) -> list[Path]:
+    return sorted({path for pattern in RESULT_PATTERNS for path in run_dir.glob(pattern) if path.is_file()})
+
+
+def alert(target: str | None, what: dict[str, Any]) -> None:
+    """Tell a webhook, or a command on its stdin; a failure to do so is said in the log and changes nothing."""
+    if not target:
+        return
+    try:
+        if target.startswith(("http://", "https://")):
+            httpx.post(target, json=what, timeout=10).raise_for_status()
+        else:
+            subprocess.run(target, shell=True, input=json.dumps(what), text=True, timeout=30, check=True)
+    except (httpx.HTTPError, subprocess.SubprocessError, OSError) as error:
+        print(f"alert not delivered: {error}", file=sys.stderr, flush=True)
