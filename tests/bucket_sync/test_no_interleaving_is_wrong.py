@@ -26,7 +26,8 @@ from bucket_grpo.bucket_sync.version_file import VersionRejected, pack_version, 
 from bucket_grpo.bucket_sync.vocabulary import VersionRef, parse_version_key
 
 RUN = "run"
-WINDOW = 3
+WINDOW = 2
+LOST = st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=3)
 WEATHER = st.lists(st.sampled_from(["truth", "missing", "eio", "former", "part", "garbage", "neighbour"]), max_size=2)
 
 
@@ -68,20 +69,30 @@ class Fleet(RuleBasedStateMachine):
 
     # ---- trainers
 
-    @precondition(lambda self: len(self.trainers) < 4)
+    @precondition(lambda self: not self.newest.alive or len(self.trainers) < 3)
     @rule()
     def start_a_trainer(self) -> None:
+        """A restart after a crash, or beside a trainer that does not know yet."""
         trainer = Trainer(self.folder, self.bucket, len(self.trainers))
         self.trainers.append(trainer)
         claim(self.bucket, RUN, trainer.incarnation)
 
-    @rule(data=st.data(), lost=st.lists(st.booleans(), min_size=1, max_size=3), attempts=st.integers(1, 3))
-    def publish(self, data: st.DataObject, lost: list[bool], attempts: int) -> None:
-        trainer = data.draw(st.sampled_from([t for t in self.trainers if t.alive] or [self.newest]))
-        if not trainer.alive:
-            return
+    @precondition(lambda self: self.newest.alive)
+    @rule(count=st.integers(1, 4), seed=st.integers(0, 2**20), lost=LOST, attempts=st.integers(1, 3))
+    def publish(self, count: int, seed: int, lost: list[bool], attempts: int) -> None:
+        for each in range(count):
+            if self.newest.alive:
+                self._publish(self.newest, seed + each, lost, attempts)
+
+    @precondition(lambda self: any(trainer.alive for trainer in self.trainers[:-1]))
+    @rule(seed=st.integers(0, 2**20), lost=LOST)
+    def a_superseded_trainer_publishes(self, seed: int, lost: list[bool]) -> None:
+        trainer = next(trainer for trainer in self.trainers if trainer.alive)
+        self._publish(trainer, seed, lost, attempts=1)
+        assert not trainer.alive
+
+    def _publish(self, trainer: Trainer, seed: int, lost: list[bool], attempts: int) -> None:
         trainer.number += 1
-        seed = data.draw(st.integers(0, 2**20))
         ref = self._write(trainer, seed, [not value for value in lost], attempts)
         if ref is not None:
             self.confirmed[ref.key] = self.wanted[ref.key] = ref
@@ -124,9 +135,13 @@ class Fleet(RuleBasedStateMachine):
             hand_over(self.newest.mount, {ref.key: lambda: packed}, attempts=2, confirm_s=0.0)
 
     @precondition(lambda self: self.newest.alive)
-    @rule(seed=st.integers(0, 2**20), part=st.floats(0, 1), reaches_the_bucket=st.booleans())
-    def crash_while_writing(self, seed: int, part: float, reaches_the_bucket: bool) -> None:
+    @rule(seed=st.integers(0, 2**20), part=st.none() | st.floats(0, 1), reaches_the_bucket=st.booleans())
+    def crash(self, seed: int, part: float | None, reaches_the_bucket: bool) -> None:
+        """Between publishes, or while a version is being written: then the mount may still commit the part."""
         trainer = self.newest
+        trainer.alive = False
+        if part is None:
+            return
         trainer.number += 1
         packed, ref = self._pack(trainer, seed)
         self.packed[ref.key] = packed
@@ -134,12 +149,6 @@ class Fleet(RuleBasedStateMachine):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(packed[: int(part * len(packed))])
         trainer.mount.flush([reaches_the_bucket])
-        trainer.alive = False
-
-    @precondition(lambda self: self.newest.alive)
-    @rule()
-    def crash(self) -> None:
-        self.newest.alive = False
 
     @rule(data=st.data(), outcomes=st.lists(st.booleans(), min_size=1, max_size=3))
     def a_mount_flushes(self, data: st.DataObject, outcomes: list[bool]) -> None:
@@ -164,6 +173,9 @@ class Fleet(RuleBasedStateMachine):
         except (Superseded, StoreError):
             return
         assert not set(gone) & set(self.wanted)
+        mine = f"{RUN}/{trainer.incarnation}/"
+        window = sorted(key for key in [*self.bucket.objects, *gone] if key.startswith(mine))[-WINDOW:]
+        assert not set(gone) & set(window)
         self.deleted |= set(gone)
 
     # ---- readers
