@@ -1,6 +1,6 @@
 """The run file: TRL's own flat names, and our few blocks beside them. Strict, and readable without torch or TRL.
 
-Precedence: flag > file > default. A key that nobody knows is an error that names the file, the line and the nearest key.
+Precedence: flag > file > default. A key that nobody knows is an error that names file, line and the nearest key.
 """
 
 import difflib
@@ -71,13 +71,23 @@ class RunFile(Strict):
     dataset_name: str
     dataset_config: str | None = None
     dataset_train_split: str = "train"
+    prompt_column: str = "prompt"
+    """Text or chat messages."""
+    gold_column: str | None = None
+    """The answer that rewards compare with; a dot goes into a nested field. Default: the first of the usual names."""
+    system_prompt: str | None = None
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Prompts longer than this are refused. Default: what the context leaves beside `max_completion_length`."""
-    overlong_prompts: Literal["refuse", "drop"] = "refuse"
+    """Default: what the context (`max-model-len`) leaves beside `max_completion_length`."""
+    unusable_rows: Literal["refuse", "drop"] = "refuse"
+    """What becomes of rows whose prompt is too long or empty, or whose gold answer is missing or can't be parsed."""
     reward_funcs: list[str] = Field(min_length=1)
     reward_weights: list[float] | None = None
     reward_timeout_s: float = Field(default=60.0, gt=0)
+    """For one group. A function that takes longer is stopped, and costs the group its reward."""
     max_failed_reward_frac: float = Field(default=0.1, ge=0, le=1)
+    """Fraction of groups whose reward may hang or raise before the run stops."""
+    reward_max_calls_per_s: float | None = Field(default=None, gt=0)
+    """Rate limit for rewards that ask a service: groups per second, each function for itself."""
     lora_r: int = Field(default=1, ge=1)
     lora_alpha: int = Field(default=2, ge=1)
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)

@@ -23,11 +23,12 @@ from bucket_grpo.bucket_sync.version_file import VersionRejected
 from bucket_grpo.runtime.processes import end_with_parent
 from bucket_grpo.trainer import tree_attention
 from bucket_grpo.trainer.canary import canary_tokens
+from bucket_grpo.trainer.chat import TokenizerError, prepare_tokenizer
 from bucket_grpo.trainer.datasets import load_train_dataset
 from bucket_grpo.trainer.heartbeat import Heartbeat
 from bucket_grpo.trainer.job import Outcome, TrainerJob
-from bucket_grpo.trainer.rewards import load_rewards
-from bucket_grpo.trainer.run_file import RunFile
+from bucket_grpo.trainer.reward_guard import load_rewards, try_rewards
+from bucket_grpo.trainer.run_file import RunFile, RunFileError
 from bucket_grpo.trainer.tiny_model import resolve_model
 from bucket_grpo.trainer.trl_seam import BucketGRPOTrainer
 
@@ -82,8 +83,10 @@ def build_config(run: RunFile, job: TrainerJob, proxy_url: str) -> AsyncGRPOConf
 
 def build_trainer(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: RunFolder) -> BucketGRPOTrainer:
     model = resolve_model(run.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(model))
     dataset = load_train_dataset(run, tokenizer)
+    rewards = load_rewards(run, failure_log=job.run_dir / "reward_failures.jsonl")
+    try_rewards(rewards, dataset[0])
     tree_attention.install_where_needed()
 
     def make_publisher(on_live: Callable[[int], None]) -> Publisher:
@@ -100,7 +103,7 @@ def build_trainer(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, f
     return BucketGRPOTrainer(
         model=model,
         args=build_config(run, job, proxy_url),
-        reward_funcs=load_rewards(run),
+        reward_funcs=rewards,
         train_dataset=dataset,
         processing_class=tokenizer,
         peft_config=LoraConfig(**run.lora_arguments()),
@@ -184,7 +187,7 @@ def main() -> int:
         outcome = train(job, arguments.proxy_url)
     except Superseded as error:
         outcome = Outcome(exit_reason="superseded", error=str(error))
-    except (PublishFailed, VersionRejected, StoreError) as error:
+    except (PublishFailed, VersionRejected, StoreError, RunFileError, TokenizerError) as error:
         outcome = Outcome(exit_reason="error", error=str(error))
     except Exception as error:
         Outcome(exit_reason="error", error=root_cause(error)).write(job.run_dir)
