@@ -164,6 +164,18 @@ def test_stopping_flushes_and_removes_the_staging_files(mounted: Mounter, tmp_pa
     assert list((tmp_path / "staging").iterdir()) == []
 
 
+def test_stopping_sends_open_files_and_those_whose_commit_had_failed(mounted: Mounter, tmp_path: Path) -> None:
+    mount = mounted("fail_commits=1")
+    write(mount, "failed", b"one")
+    time.sleep(3 * QUICK.flush_debounce_s)
+    assert not (tmp_path / "objects" / "failed").exists()
+    handle = mount.create("open")
+    mount.write(handle, 0, b"two")
+    mount.stop()
+    assert (tmp_path / "objects" / "failed").read_bytes() == b"one"
+    assert (tmp_path / "objects" / "open").read_bytes() == b"two"
+
+
 def test_staging_is_freed_once_the_bucket_has_the_file(mounted: Mounter, tmp_path: Path) -> None:
     mount = mounted()
     for number in range(5):
