@@ -4,6 +4,7 @@ Precedence: flag > file > default. A key that nobody knows is an error that name
 """
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,6 +125,7 @@ class RunFile(Strict):
         Raises `RunFileError` with file, line and what to do.
         """
         value, lines = read_mapping(path)
+        _place_files(value, path.resolve().parent)
         for name in overrides or {}:
             lines.pop((name,), None)
         value |= overrides or {}
@@ -191,6 +193,22 @@ class RunFile(Strict):
 
     def _trl(self, name: str) -> Any:
         return self.trl.get(name, known()[name]["default"])
+
+
+def _place_files(value: dict[str, Any], folder: Path) -> None:
+    """Files named with `./` or `../` are looked for beside the run file, and known by their whole path from then on."""
+
+    def placed(name: Any) -> Any:
+        if isinstance(name, str) and name.startswith(("./", "../")):
+            return os.path.normpath(folder / name)
+        return name
+
+    for key in ("model_name_or_path", "dataset_name"):
+        if key in value:
+            value[key] = placed(value[key])
+    rewards = value.get("reward_funcs")
+    if isinstance(rewards, list | str):
+        value["reward_funcs"] = [placed(reward) for reward in ([rewards] if isinstance(rewards, str) else rewards)]
 
 
 def _where(path: Path, lines: Lines, place: tuple[str, ...]) -> str:
