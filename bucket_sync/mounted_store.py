@@ -75,10 +75,25 @@ class MountedStore:
             try:
                 _write_in_place(path, data, os.O_CREAT | os.O_EXCL)
             except FileExistsError:
-                # The mount shows what this machine wrote, also when its commit was lost: then hand it over again.
-                self._same_or_conflict(path, data)
-                if self.committed_size(key) != len(data):
-                    _write_in_place(path, data, 0)
+                self._hand_over_again(key, path, data)
+
+    def _hand_over_again(self, key: str, path: Path, data: bytes) -> None:
+        """The name is taken by what this machine wrote; a mount goes on showing it also when its commit was lost."""
+        committed = self.committed_size(key)
+        if committed is not None and self._committed_in is not None:
+            if committed != len(data) or self._committed_in.read(key) != data:
+                raise self._conflict(key)
+            return
+        try:
+            if path.read_bytes() != data:
+                raise self._conflict(key)
+            flags = 0
+        except OSError as error:
+            if error.errno != errno.EIO or self._committed_in is None:
+                raise
+            flags = os.O_TRUNC  # the content was lost with its commit, and no reader can ever have seen it
+        if committed is None:
+            _write_in_place(path, data, flags)
 
     def confirm(self, key: str, size: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -151,7 +166,10 @@ class MountedStore:
 
     def _same_or_conflict(self, path: Path, data: bytes) -> None:
         if path.read_bytes() != data:
-            raise Conflict(f"{self}: {path.relative_to(self.path)} holds other bytes already; a name is used once")
+            raise self._conflict(path.relative_to(self.path).as_posix())
+
+    def _conflict(self, key: str) -> Conflict:
+        return Conflict(f"{self}: {key} holds other bytes already; a name is used once")
 
     @contextlib.contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
