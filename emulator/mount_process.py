@@ -41,14 +41,20 @@ def run_mount(
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set; from now on our parent's death sends SIGTERM."""
+    """An event that SIGTERM, SIGINT and SIGHUP set, and the death of our parent."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before we could ask
-        stop.set()
+
+    def look_for_parent(*_: object) -> None:
+        # The kernel also sends this when only the thread that started us has ended.
+        if os.getppid() != parent:
+            stop.set()
+
+    signal.signal(signal.SIGUSR1, look_for_parent)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    look_for_parent()  # it may have died before we asked
     return stop
 
 

@@ -132,7 +132,7 @@ def test_sigkill_loses_what_was_not_flushed_and_the_next_mount_clears_the_path(m
     assert not (mounts.objects / "v1").exists()
 
 
-def test_a_mount_never_outlives_its_parent(mounts: Mounts) -> None:
+def test_a_mount_outlives_the_thread_that_started_it_but_not_the_process(mounts: Mounts) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, *COMMAND, str(mounts.objects), str(mounts.tmp_path / "m")],
         stdout=subprocess.PIPE,
@@ -141,6 +141,10 @@ def test_a_mount_never_outlives_its_parent(mounts: Mounts) -> None:
     assert parent.stdout
     pid = int(parent.stdout.readline())
     wait_for(lambda: os.path.ismount(mounts.tmp_path / "m"))
+    parent.send_signal(signal.SIGUSR1)  # ends the thread
+    assert parent.stdout.readline() == "thread ended\n"
+    time.sleep(0.5)
+    assert os.path.ismount(mounts.tmp_path / "m")
     parent.kill()
     parent.wait(10)
     wait_for(lambda: not os.path.ismount(mounts.tmp_path / "m"))
@@ -148,8 +152,18 @@ def test_a_mount_never_outlives_its_parent(mounts: Mounts) -> None:
 
 
 PARENT = """
-import subprocess, sys, time
-print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid, flush=True)
+import signal, subprocess, sys, threading, time
+ended = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: ended.set())
+def start():
+    print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid, flush=True)
+    ended.wait()
+thread = threading.Thread(target=start)
+thread.start()
+while not ended.wait(0.1):
+    pass
+thread.join()
+print("thread ended", flush=True)
 time.sleep(60)
 """
 
