@@ -43,9 +43,10 @@ def read_resume_point(cursor: str | None, since: str | None) -> ResumePoint:
         return ResumePoint(after=int(cursor[1:]))
     if since:
         try:
-            return ResumePoint(since=datetime.fromisoformat(since).replace(tzinfo=UTC).timestamp())
+            instant = datetime.fromisoformat(since)
         except ValueError as error:
             raise HubError(400, f"since={since!r} is not an ISO 8601 instant") from error
+        return ResumePoint(since=(instant if instant.tzinfo else instant.replace(tzinfo=UTC)).timestamp())
     return ResumePoint()
 
 

@@ -43,6 +43,8 @@ class ObjectStore:
     def __init__(self, root: Path, database: Database) -> None:
         self._folder = root / "xorbs"
         self._folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._folder.glob("*/.upload-*"):
+            unfinished.unlink()
         self._database = database
         self._load_chunks = lru_cache(maxsize=512)(self._read_chunks)
 

@@ -44,6 +44,21 @@ class RunningHub:
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         }
 
+    def create_bucket(self, bucket: str, private: bool = True) -> str:
+        """Create a bucket of the user "me"; its id."""
+        answer = httpx.post(f"{self.endpoint}/api/buckets/{bucket}", json={"private": private}, headers=self._bearer())
+        answer.raise_for_status()
+        return bucket
+
+    def paths(self, bucket: str) -> list[str]:
+        """The paths of all files of a bucket, in their order."""
+        answer = httpx.get(f"{self.endpoint}/api/buckets/{bucket}/tree?limit=10000", headers=self._bearer())
+        answer.raise_for_status()
+        return [entry["path"] for entry in answer.json()]
+
+    def _bearer(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
     def add_fault(self, **fault: Any) -> None:
         """Put a fault in force; its fields are those of `bucket_grpo.emulator.hub_faults.Fault`."""
         self._control("POST", "faults", fault)
@@ -85,7 +100,17 @@ class RunningHub:
 
 def start_hub(root: Path, *arguments: str, port: int = 0) -> RunningHub:
     """Start a server on `root` (new, or one that an earlier server left) and wait until it answers."""
-    command = [sys.executable, "-m", "bucket_grpo.emulator", "serve", "--root", str(root), "--port", str(port), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "bucket_grpo.emulator",
+        "serve",
+        "--root",
+        str(root),
+        "--port",
+        str(port),
+        *arguments,
+    ]
     log = root.with_name(f"{root.name}.log").open("a")
     with log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
