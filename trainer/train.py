@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import httpx
+import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -70,8 +71,10 @@ class RunFolder(TrainerCallback):
 
 def build_config(run: RunFile, job: TrainerJob, proxy_url: str) -> AsyncGRPOConfig:
     """TRL's config: what the run file says, and what follows from where the job runs."""
+    on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
     return AsyncGRPOConfig(
         **{
+            **on_cpu,
             **run.trl_arguments(),
             # Local disk: a slow bucket must never be in the way of a step.
             "output_dir": str(job.run_dir / "trl"),
