@@ -75,13 +75,13 @@ def normalise(answer: str) -> str:
 
 def is_mathematics(gold: str) -> bool:
     """Whether a gold answer can be compared as mathematics at all."""
-    return bool(_parse(gold, _alarm_timeout_s()))
+    return bool(_parse(gold, _alarm_timeout_s(), fallback_mode="no_fallback"))
 
 
-def _parse(answer: str, timeout_s: int | None) -> list[Any]:
+def _parse(answer: str, timeout_s: int | None, **how: Any) -> list[Any]:
     from math_verify import parse
 
-    found: list[Any] = parse(f"\\boxed{{{answer}}}", parsing_timeout=timeout_s)
+    found: list[Any] = parse(f"\\boxed{{{answer}}}", parsing_timeout=timeout_s, **how)
     return found
 
 
