@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 
 from bucket_grpo.bucket_sync.current import claim
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
+from bucket_grpo.cli.errors import UserError
 from bucket_grpo.cli.local import LocalRun, PartFailed
 from bucket_grpo.cli.progress import Progress
 from bucket_grpo.runtime.jsonl import Follower
@@ -34,7 +37,7 @@ class DemoOptions:
     run_dir: Path
     run_file: Path | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
-    replicas: int = 2
+    replicas: int | None = None
     port: int = 0
     profile: str = "hf-mount-2026-09"
     time_scale: float = 1.0
@@ -54,7 +57,8 @@ class Demo:
         self.incarnation = mint_incarnation()
         self.local = LocalRun(options.run_dir, options.profile, options.time_scale)
         self.run_dir = self.local.run_dir
-        self.model_path = resolve_model(run_file.model_name_or_path)
+        self.model_path = find_model(run_file.model_name_or_path)
+        self.replicas = options.replicas or run_file.jobs.vllm.replicas
         self.agent_urls: list[str] = []
 
     @property
@@ -67,12 +71,12 @@ class Demo:
         self.local.check_disk()
         claim(open_store(self.local.objects), self.run, self.incarnation)
         trainer_mount = self.local.mount("trainer", read_only=False)
-        replica_mounts = [self.local.mount(f"vllm-{i}", read_only=True) for i in range(self.options.replicas)]
+        replica_mounts = [self.local.mount(f"vllm-{i}", read_only=True) for i in range(self.replicas)]
         if not trainer_mount.fuse:
             self.progress.note(
                 "FUSE can't be had here: plain folders with the same emulated delays stand in for mounts"
             )
-        self.progress.phase(f"{self.options.replicas} vLLM replicas and the trainer")
+        self.progress.phase(f"{self.replicas} vLLM replicas and the trainer")
         for i, mount in enumerate(replica_mounts):
             self._start_replica(i, mount.path)
         return self._start_trainer(trainer_mount.path)
@@ -161,6 +165,17 @@ class Demo:
         if not self.options.keep:
             for scratch in ("staging", "trl", "mounts"):
                 shutil.rmtree(self.run_dir / scratch, ignore_errors=True)
+
+
+def find_model(name: str) -> str:
+    """Where the base model is: a folder, or a Hub id of which at least the config can be had."""
+    try:
+        model = resolve_model(name)
+        if not Path(model).is_dir():
+            hf_hub_download(model, "config.json", etag_timeout=10)
+    except (ValueError, OSError, HfHubHTTPError, httpx.HTTPError) as error:
+        raise UserError(f"model_name_or_path: {name} cannot be had: {str(error).strip().splitlines()[0]}") from error
+    return model
 
 
 def check_port(port: int) -> None:

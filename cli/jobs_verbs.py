@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bucket_grpo.cli.verbs import AsJson, UserError
+from bucket_grpo.cli.errors import UserError
+from bucket_grpo.cli.verbs import AsJson
 
 RunName = Annotated[str, typer.Argument(help="name of the run, as in its run file", show_default=False)]
 Namespace = Annotated[str | None, typer.Option(help="user or organization that the jobs belong to; default: you")]

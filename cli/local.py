@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bucket_grpo.cli.errors import UserError
 from bucket_grpo.runtime.processes import Child, spawn
 
 NO_FUSE_STATUS = 3
 MIN_FREE_BYTES = 64 * 2**20
 
 
-class PartFailed(RuntimeError):
+class PartFailed(UserError):
     """A part of the run ended, or did not start; the message says which, why, and where its log is."""
 
 

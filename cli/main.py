@@ -3,9 +3,11 @@
 import sys
 
 import typer
-from pydantic import ValidationError
 
-from bucket_grpo.cli import verbs
+from bucket_grpo.cli import jobs_verbs, reading, verbs
+from bucket_grpo.cli.errors import UserError
+from bucket_grpo.emulator.__main__ import app as emulator
+from bucket_grpo.trainer.yaml_lines import RunFileError
 
 app = typer.Typer(
     name="bucket-grpo",
@@ -14,14 +16,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-verbs.register(app)
+for part in (verbs, reading, jobs_verbs):
+    part.register(app)
+app.add_typer(emulator, name="emulator", help="A Hub, its jobs and its bucket mounts on this machine.")
 
 
 def main() -> None:
     """Console entry: a problem the user can solve is one line on stderr and exit status 1, never a traceback."""
     try:
         app()
-    except (verbs.UserError, ValidationError) as error:
+    except (UserError, RunFileError) as error:
         print(f"bucket-grpo: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -8,11 +8,6 @@ from typing import Annotated
 
 import typer
 
-
-class UserError(Exception):
-    """Something the user can mend: shown as one line, exit status 1."""
-
-
 RunDir = Annotated[Path, typer.Argument(help="run folder, such as runs/demo-20261130-154500", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 
@@ -25,9 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     run_file: Annotated[Path | None, typer.Argument(help="run file; default: the recipe tiny-addition")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
-    replicas: Annotated[int, typer.Option(min=1, max=8, help="vLLM replicas")] = 2,
-    seed: Annotated[int, typer.Option(help="seed of the adapter, the data order and the sampling")] = 42,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps; default: the run file's (200)")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, max=8, help="default: the run file's (2)")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="default: the run file's (42)")] = None,
     port: Annotated[int, typer.Option(help="port of the proxy on 127.0.0.1; 0: any free one")] = 0,
     run_dir: Annotated[Path | None, typer.Option(help="where the run's files go; default: runs/demo-<UTC>")] = None,
     profile: Annotated[str, typer.Option(help="how the bucket's mounts behave")] = "hf-mount-2026-09",
@@ -46,7 +41,7 @@ def demo(
         profile=profile,
         time_scale=time_scale,
         keep=keep,
-        overrides={"max_steps": steps, "seed": seed},
+        overrides={name: value for name, value in {"max_steps": steps, "seed": seed}.items() if value is not None},
     )
     status = run_demo(options, as_json=as_json)
     raise typer.Exit(status)

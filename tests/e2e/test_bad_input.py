@@ -30,7 +30,8 @@ def with_lines(path: Path, text: str) -> str:
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     file = with_lines(
-        tmp_path / "run.yaml", "run_name: x\nmodel_name_or_path: ./no-such-model\ndataset_name: builtin:addition\n"
+        tmp_path / "run.yaml",
+        "run_name: x\nmodel_name_or_path: ./no-such-model\ndataset_name: builtin:addition\nreward_funcs: a.b:c\n",
     )
     status, said, seconds = run_demo(file, "--run-dir", str(tmp_path / "run"))
     assert status == 1
