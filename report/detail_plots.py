@@ -82,11 +82,17 @@ def _queue(axes: "Axes", files: RunFiles) -> None:
 
 
 def _publish_latency(axes: "Axes", files: RunFiles) -> None:
-    seconds = files.publisher.get("publish_to_live_s") or []
-    panel(axes, "Seconds from publish to live", bool(seconds), xlabel="version that went live, in order")
-    if seconds:
-        axes.plot(range(1, len(seconds) + 1), seconds, ".", color=LAG)
-        axes.set_ylim(0, 1.15 * max(seconds))
+    phases = {"write_s": (FORWARD, "written"), "confirm_s": (WAIT, "confirmed by the bucket")}
+    live = files.publisher.get("publish_to_live_s") or []
+    panel(axes, "Seconds from publish to live", bool(live), xlabel="version, in order")
+    if not live:
+        return
+    axes.plot(range(1, len(live) + 1), live, ".", color=LAG, label="live")
+    for name, (color, label) in phases.items():
+        seconds = files.publisher.get(name) or []
+        axes.plot(range(1, len(seconds) + 1), seconds, color=color, linewidth=1, label=label)
+    axes.set_ylim(0, 1.5 * max(live))
+    axes.legend()
 
 
 def _answers(axes: "Axes", files: RunFiles) -> None:

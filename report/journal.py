@@ -120,7 +120,7 @@ def _count(totals: JournalTotals, line: dict[str, Any]) -> None:
     totals.routes[str(line.get("route"))] += 1
     totals.late += bool(line.get("late"))
     totals.retried += bool(line.get("retries"))
-    totals.failed += line.get("status", 200) >= 400
+    totals.failed += line.get("status", 200) >= 500
     if (t := line.get("t")) is not None:
         totals.first_t, totals.last_t = min(totals.first_t, t), max(totals.last_t, t)
         if line.get("number") is not None and line.get("replica"):
