@@ -23,6 +23,7 @@ from bucket_grpo.emulator.jobs_hardware import hardware
 from bucket_grpo.emulator.jobs_record import ExposeSpec, Job, JobSpec
 from bucket_grpo.emulator.jobs_runner import JobRunner
 from bucket_grpo.emulator.tokens import Identity
+from bucket_grpo.runtime.guard import descendants
 
 JOBS = "/api/jobs/{namespace}"
 JOB = f"{JOBS}/{{job_id}}"
@@ -194,8 +195,6 @@ async def _metric_events(runner: JobRunner, job: Job) -> AsyncIterator[str]:
 
 def _usage(job: Job) -> dict[str, float]:
     """CPU seconds, resident bytes and network bytes of a job's process tree so far."""
-    from bucket_grpo.runtime.guard import descendants
-
     ticks, pages = 0, 0
     for pid in descendants(job.pid) if job.pid else []:
         try:

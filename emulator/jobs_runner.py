@@ -24,6 +24,7 @@ from bucket_grpo.emulator.jobs_hardware import accelerator_of
 from bucket_grpo.emulator.jobs_network import JobNetwork, NetworkRefused
 from bucket_grpo.emulator.jobs_record import Job, JobSpec
 from bucket_grpo.emulator.tokens import TokenBook
+from bucket_grpo.runtime.guard import descendants
 
 
 @dataclass
@@ -114,10 +115,18 @@ class JobRunner:
         if job.final:
             return
         self._ending.setdefault(job.id, (stage, message))
-        if job.pid is not None:
+        if job.pid is not None and stage == "CANCELED":
             with contextlib.suppress(ProcessLookupError):
-                os.kill(job.pid, signal.SIGTERM if stage == "CANCELED" else signal.SIGKILL)
+                os.kill(job.pid, signal.SIGTERM)
+        elif job.pid is not None:
+            self._kill(job.pid)
         await self.notify()
+
+    def _kill(self, pid: int) -> None:
+        """End a job's first process and everything below it; in namespaces the kernel does the latter."""
+        for process in [pid, *(descendants(pid) if self.network is None else [])]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     async def expose_again(self, job: Job) -> None:
         """Open the ports that the job's spec exposes now, and no others. A plain process can't get new ports."""
@@ -214,8 +223,7 @@ class JobRunner:
             logging = asyncio.create_task(self._log(job, process))
             word = await self._word_or_end(job, said)
             if word != "started":
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                self._kill(process.pid)
                 await process.wait()
                 return "ERROR", word.removeprefix("failed: ") or "the job's first process died"
             if job.started_at is None:
@@ -226,7 +234,7 @@ class JobRunner:
             return await self._wait(job, process)
         finally:
             if process.returncode is None:
-                process.kill()
+                self._kill(process.pid)
                 await process.wait()
             if logging is not None:
                 with contextlib.suppress(TimeoutError):
@@ -261,7 +269,7 @@ class JobRunner:
                         process.terminate()
                 kill_at = now + self.options.stop_grace_s + self.options.flush_grace_s + 1
             if kill_at is not None and now > kill_at:
-                process.kill()
+                self._kill(process.pid)
             wake_s = min(1.0, max(0.05, (kill_at or deadline) - now))
             await asyncio.wait({exited}, timeout=wake_s)
         code = exited.result()

@@ -47,10 +47,16 @@ class JobsHub:
     Args:
         namespace: whose jobs; always given, since asking who one is is rate-limited.
         token: by default the one that this machine is logged in with. Raises `HubProblem` if there is none.
+        endpoint: another Hub than the one that `HF_ENDPOINT` names.
     """
 
     def __init__(
-        self, namespace: str, *, token: str | None = None, pause: Callable[[float], None] = time.sleep
+        self,
+        namespace: str,
+        *,
+        token: str | None = None,
+        endpoint: str | None = None,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         from huggingface_hub import HfApi, get_token
 
@@ -59,7 +65,7 @@ class JobsHub:
         if not self.token:
             raise HubProblem("no Hugging Face token: run `hf auth login`, or set HF_TOKEN to one with the role 'write'")
         set_timeouts()
-        self.api = HfApi(token=self.token)
+        self.api = HfApi(endpoint=endpoint, token=self.token)
         self._pause = pause
 
     def prices(self) -> Prices:
