@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bucket_grpo.bucket_sync.arrivals import Arrivals
 from bucket_grpo.bucket_sync.deadline import with_deadline
 from bucket_grpo.bucket_sync.safetensors_file import TensorInfo
 from bucket_grpo.bucket_sync.store_contract import NotFound, Store, StoreError
@@ -56,6 +57,7 @@ class Stager:
     base_model: the base that this replica serves.
     read_s: limit for one read, beside a second per 10 MB.
     patience_s: how long a confirmed version may stay hidden in `store` before `fallback` is asked.
+    arrivals: the bucket's feed, if there is one: it ends a wait for a version that was not visible yet.
     avoid_s: how long `store` is left alone after it failed, so that a dead mount costs one hanging read, not many.
     """
 
@@ -69,6 +71,7 @@ class Stager:
         read_s: float = 20.0,
         patience_s: float = 10.0,
         avoid_s: float = 60.0,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.counts = StagerCounts()
         self._store, self._fallback = store, fallback
@@ -76,6 +79,7 @@ class Stager:
         self._base_model = base_model
         self._read_s, self._patience_s, self._avoid_s = read_s, patience_s, avoid_s
         self._avoid_until = 0.0
+        self._arrivals = arrivals
         self._lock = threading.Lock()
 
     def folder(self, ref: VersionRef) -> Path:
@@ -111,7 +115,7 @@ class Stager:
                     self._count(rejected=problem.reason)
                     raise problem
                 raise StoreError(f"{ref.key} could not be read for {deadline_s:.0f} s ({retries + 1} reads): {problem}")
-            time.sleep(pause_s)
+            self._pause(ref, pause_s)
             pause_s, retries = min(2 * pause_s, PAUSE_S[1]), retries + 1
             self._count(retries=1)
         self._count(staged=1, fallbacks=int(store is self._fallback))
@@ -128,6 +132,12 @@ class Stager:
         for path in self._staging_dir.iterdir() if self._staging_dir.exists() else ():
             if path.name not in kept:
                 shutil.rmtree(path)
+
+    def _pause(self, ref: VersionRef, pause_s: float) -> None:
+        if self._arrivals is None:
+            time.sleep(pause_s)
+        else:
+            self._arrivals.wait(ref.key, pause_s)
 
     def _choose(self, waited_s: float) -> Store:
         if self._fallback is None:

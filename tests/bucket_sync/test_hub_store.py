@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hubs import RunningHub
 
 from bucket_grpo.bucket_sync.hub_store import HubStore
 from bucket_grpo.bucket_sync.stores import Conflict, NotConfirmed, NotFound, StoreError
 from bucket_grpo.bucket_sync.watcher import BucketWatcher, Change
+from tests.emulator.hubs import RunningHub
 
 KEY = "run/20261130t154500z-a1b2c3/v000001.safetensors"
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mount_processes import Mounts, needs_fuse
 from peft_folders import BASE, INCARNATION, RUN
 
 from bucket_grpo.bucket_sync.handover import hand_over
@@ -14,6 +13,7 @@ from bucket_grpo.bucket_sync.stager import Stager
 from bucket_grpo.bucket_sync.stores import Conflict, StoreError
 from bucket_grpo.bucket_sync.version_file import pack_version
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
+from tests.emulator.mount_processes import Mounts, needs_fuse
 
 pytestmark = needs_fuse
 
