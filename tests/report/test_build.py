@@ -1,11 +1,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_folders import journal_entry, metrics_rows, write_lines, write_run
 
 from bucket_grpo.report.build import build_report
+from bucket_grpo.report.figures import compose, gather
 from bucket_grpo.report.files import BrokenFile
 from bucket_grpo.report.schema import Report
 
@@ -58,8 +60,13 @@ PROMISED = [
 ]
 
 
+def figures(run: Path) -> dict[str, Any]:
+    """What `report.json` would hold, without drawing the pictures."""
+    return compose(gather(run)).model_dump(mode="json")
+
+
 def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
-    report = build_report(write_run(tmp_path / "run"))
+    report = figures(write_run(tmp_path / "run"))
 
     assert report["run"] == "tiny"
     assert (report["seed"], report["steps"], report["exit_reason"]) == (3, 100, "finished")
@@ -80,14 +87,14 @@ def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_every_promised_name_is_there_in_every_report(tmp_path: Path) -> None:
-    full, empty = build_report(write_run(tmp_path / "full")), build_report(_empty_run(tmp_path))
+    full, empty = figures(write_run(tmp_path / "full")), figures(_empty_run(tmp_path))
 
     assert set(PROMISED) <= set(full)
     assert full.keys() == empty.keys() == Report.model_fields.keys()
 
 
 def test_what_is_unknown_is_null_and_never_zero(tmp_path: Path) -> None:
-    report = build_report(_empty_run(tmp_path))
+    report = figures(_empty_run(tmp_path))
     known = {name: value for name, value in report.items() if value is not None}
 
     assert report["run"] == "run-of-nothing"
@@ -97,7 +104,7 @@ def test_what_is_unknown_is_null_and_never_zero(tmp_path: Path) -> None:
 
 
 def test_the_wait_for_the_first_version_is_no_stall(tmp_path: Path) -> None:
-    report = build_report(write_run(tmp_path / "run"))
+    report = figures(write_run(tmp_path / "run"))
 
     assert report["stall_s_p50"] == 0.02
     assert report["stall_s_total"] == pytest.approx(25 * 0.02)
@@ -107,19 +114,19 @@ def test_in_trls_own_order_the_stall_is_trls_weight_sync(tmp_path: Path) -> None
     rows = [row | {"bucket_grpo/stall_s": None, "perf/weight_sync_s": 6.0} for row in metrics_rows(5)]
     write_lines(tmp_path / "metrics.jsonl", rows)
 
-    assert build_report(tmp_path)["stall_s_p50"] == 6.0
+    assert figures(tmp_path)["stall_s_p50"] == 6.0
 
 
 def test_nothing_dropped_is_zero_where_staleness_was_watched(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", metrics_rows(7))
 
-    assert build_report(tmp_path)["dropped_stale_frac"] == 0.0
+    assert figures(tmp_path)["dropped_stale_frac"] == 0.0
 
 
 def test_a_step_that_was_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     again = [row | {"reward": 1.0} for row in metrics_rows(30) if row["step"] > 20]
     write_lines(tmp_path / "metrics.jsonl", [*metrics_rows(25), *again])
-    report = build_report(tmp_path)
+    report = figures(tmp_path)
 
     assert (report["steps"], report["samples"]) == (30, 30 * 64)
     assert report["reward_last20"] == pytest.approx((sum(range(11, 21)) / 100 + 10) / 20)
@@ -133,7 +140,7 @@ def test_a_restarted_proxy_does_not_make_requests_vanish(tmp_path: Path) -> None
     )
     with (run / "journal" / "journal-8-20261130t155000z.jsonl").open("a") as file:
         file.write('{"id": "cut of')
-    routing = build_report(run)["routing"]
+    routing = figures(run)["routing"]
 
     assert (routing["requests"], routing["retried"], routing["late"]) == (810, 9, 9)
     assert routing["parked"] is None
@@ -141,7 +148,7 @@ def test_a_restarted_proxy_does_not_make_requests_vanish(tmp_path: Path) -> None
 
 def test_a_log_interval_of_ten_steps_still_averages_twenty_steps(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", [row for row in metrics_rows(100) if row["step"] % 10 == 0])
-    report = build_report(tmp_path)
+    report = figures(tmp_path)
 
     assert report["reward_first20"] == pytest.approx(0.15)
     assert report["reward_last20"] == pytest.approx(0.95)
@@ -150,12 +157,12 @@ def test_a_log_interval_of_ten_steps_still_averages_twenty_steps(tmp_path: Path)
 def test_a_corrupt_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text('{"exit_reason": ')
     with pytest.raises(BrokenFile, match=r"outcome\.json is not JSON"):
-        build_report(tmp_path)
+        figures(tmp_path)
 
 
 def test_a_run_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no run in"):
-        build_report(tmp_path / "nowhere")
+        figures(tmp_path / "nowhere")
 
 
 def test_the_folder_holds_a_report_a_picture_and_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
