@@ -6,6 +6,7 @@ expected, plus the uncached prompt at `prefill_weight`. Pure: no I/O and no cloc
 through `finish`. Nothing here needs to survive a restart.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +16,22 @@ Route = Literal["affinity", "cold", "spilled"]
 
 TOKEN_BYTES = 4
 BLOCK_BYTES = 16 * TOKEN_BYTES
+PACE_NOISE = 0.1
 
 
 @dataclass(slots=True)
 class Backlog:
-    """One replica's work. `pace` is seconds per token, corrected for how many requests ran beside it."""
+    """One replica's work. `pace` is seconds per token in an empty batch, in effect 1 over its speed.
+
+    `measured` is what it was seen to do; `pace` is that only where it clearly differs from the fleet's.
+    """
 
     url: str
+    pace: float
+    measured: float | None = None
     epoch: int = 0
     running: int = 0
     tokens: float = 0.0
-    pace: float | None = None
 
 
 @dataclass(slots=True)
@@ -108,7 +114,7 @@ class Router:
         spill_ratio: a group moves only if its replica has this much more work than the best other would have with it.
         open_groups: a group is taken for complete when this many younger ones have started.
         max_groups: how many groups a version remembers.
-        batch_knee: with this many requests in its batch a replica takes twice as long for a token as with none.
+        batch_knee: with this many requests in its batch a replica takes twice as long for a token as with one.
         expected_tokens: the length of a completion before any has been seen.
     """
 
@@ -119,7 +125,7 @@ class Router:
         spill_ratio: float = 1.5,
         open_groups: int = 16,
         max_groups: int = 16384,
-        batch_knee: float = 64.0,
+        batch_knee: float = 128.0,
         expected_tokens: float = 256.0,
     ) -> None:
         self._prefill_weight = prefill_weight / TOKEN_BYTES
@@ -127,8 +133,11 @@ class Router:
         self._open_limit, self._max_groups = open_groups, max_groups
         self._expected_tokens = expected_tokens
         self._group_size = 1.0
-        self._turn = 0
         self._pace: float | None = None
+        self._candidates: Sequence[str] = ()
+        self._choice: dict[str, Backlog] = {}
+        self._turns: list[Backlog] = []
+        self._least: Backlog | None = None
         self.backlogs: dict[str, Backlog] = {}
         self._versions: dict[int, Prompts] = {}
         self._open: deque[Group] = deque()
@@ -142,6 +151,7 @@ class Router:
             prompt: the prompt's token ids as little-endian 32-bit integers.
             max_tokens: the most that may be generated.
         """
+        self._choose_among(candidates)
         prompts = self._versions.get(version)
         if prompts is None:
             prompts = self._versions[version] = Prompts(self._expected_tokens)
@@ -149,9 +159,9 @@ class Router:
         group = prompts.groups.get(key)
         route: Route
         if group is None:
-            group, route, uncached = self._start(prompts, key, prompt, completion, candidates)
+            group, route, uncached = self._start(prompts, key, prompt, completion)
         else:
-            route = self._follow(group, completion, candidates)
+            route = self._follow(group, completion)
             uncached = 0 if route == "affinity" else len(prompt)
         owner = group.owner
         arrived = min(group.reserved, completion)
@@ -174,16 +184,15 @@ class Router:
         if prompts is not None:
             prompts.expected_tokens += 0.02 * (tokens - prompts.expected_tokens)
             self._expected_tokens = prompts.expected_tokens
-        pace = seconds / tokens / (1 + beside / self._knee)
-        self._pace = pace if self._pace is None else self._pace + 0.02 * (pace - self._pace)
-        backlog.pace = self._pace if backlog.pace is None else backlog.pace + 0.05 * (pace - backlog.pace)
+        self._learn_pace(backlog, seconds / tokens / (1 + beside / self._knee))
 
     def forget_replica(self, url: str) -> None:
         """Its cache is gone, and maybe it is another machine now: no group is there any more."""
         backlog = self.backlogs.get(url)
         if backlog is not None:
             backlog.epoch += 1
-            backlog.pace = None
+            backlog.measured = None
+            backlog.pace = self._pace or 1.0
 
     def forget_version(self, version: int) -> None:
         """It has retired: none of its prompts will come again."""
@@ -197,39 +206,50 @@ class Router:
     def seconds_for(self, url: str, tokens: int) -> float | None:
         """How long `tokens` would take on a replica with what runs there now; None before anything has finished."""
         backlog = self.backlogs[url]
-        pace = backlog.pace if backlog.pace is not None else self._pace
-        return None if pace is None else tokens * pace * (1 + backlog.running / self._knee)
+        return tokens * backlog.pace * (1 + backlog.running / self._knee) if self._pace is not None else None
+
+    def _learn_pace(self, backlog: Backlog, pace: float) -> None:
+        if self._pace is None:
+            for other in self.backlogs.values():
+                other.pace = pace
+        self._pace = pace if self._pace is None else self._pace + 0.02 * (pace - self._pace)
+        known = self._pace if backlog.measured is None else backlog.measured
+        backlog.measured = known + 0.05 * (pace - known)
+        noise = abs(backlog.measured - self._pace) < PACE_NOISE * self._pace
+        backlog.pace = self._pace if noise else backlog.measured
 
     def _cost(self, backlog: Backlog, extra: float = 0.0) -> float:
-        """Expected work as time; only comparable with another replica's."""
-        pace = backlog.pace if backlog.pace is not None else self._pace
-        return (backlog.tokens + extra) * (1.0 if pace is None else pace)
+        """How long a token takes with all this work in the batch; only comparable with another replica's."""
+        return (backlog.tokens + self._knee * self._expected_tokens + extra) * backlog.pace
 
-    def _least_loaded(self, candidates: Sequence[str]) -> Backlog:
-        """Where a new group goes; of equals each in turn."""
-        best: Backlog | None = None
-        best_cost = 0.0
-        self._turn = (self._turn + 1) % len(candidates) if candidates else 0
-        for index in range(-self._turn, len(candidates) - self._turn):
-            url = candidates[index]
-            backlog = self.backlogs.get(url)
-            if backlog is None:
-                backlog = self.backlogs[url] = Backlog(url)
-            cost = self._cost(backlog)
-            if best is None or cost < best_cost:
-                best, best_cost = backlog, cost
-        if best is None:
-            raise ValueError("a request was to be placed, but there is no candidate")
-        return best
+    def _choose_among(self, candidates: Sequence[str]) -> None:
+        """Look up the candidates' backlogs, unless they are the same object as last time."""
+        if candidates is not self._candidates:
+            for url in candidates:
+                if url not in self.backlogs:
+                    self.backlogs[url] = Backlog(url, self._pace or 1.0)
+            self._candidates, self._choice = candidates, {url: self.backlogs[url] for url in candidates}
+            self._turns = list(self._choice.values())
+            self._least = None
 
-    def _start(
-        self, prompts: Prompts, key: bytes, prompt: bytes, completion: float, candidates: Sequence[str]
-    ) -> tuple[Group, Route, int]:
+    def _least_loaded(self) -> Backlog:
+        """Where a new group goes: where each token comes soonest. Of equals each in turn."""
+        self._turns.append(self._turns.pop(0))
+        room = self._knee * self._expected_tokens
+        least, least_cost = self._turns[0], math.inf
+        for backlog in self._turns:
+            cost = (backlog.tokens + room) * backlog.pace
+            if cost < least_cost:
+                least, least_cost = backlog, cost
+        self._least = least
+        return least
+
+    def _start(self, prompts: Prompts, key: bytes, prompt: bytes, completion: float) -> tuple[Group, Route, int]:
         """A new group goes where a prompt that it extends was answered, else where the least work is."""
         chain = chain_of(prompt)
         before = prompts.longest_ending_in(prompt, chain)
-        owner, route, uncached = self._least_loaded(candidates), "cold", len(prompt)
-        if before is not None and before.owner.url in candidates and before.owner.epoch == before.epoch:
+        owner, route, uncached = self._least_loaded(), "cold", len(prompt)
+        if before is not None and before.owner.url in self._choice and before.owner.epoch == before.epoch:
             if self._worth_moving(before.owner, owner, completion + self._prefill_weight * len(prompt)):
                 route = "spilled"
             else:
@@ -251,28 +271,23 @@ class Router:
         group.reserved = 0.0
         self._group_size += 0.2 * (group.size - self._group_size)
 
-    def _follow(self, group: Group, completion: float, candidates: Sequence[str]) -> Route:
+    def _follow(self, group: Group, completion: float) -> Route:
         """One more rollout of a known group: to its replica, unless that has lost it or is far behind."""
-        if group.owner.url not in candidates or group.owner.epoch != group.epoch:
-            self._move(group, self._least_loaded(candidates))
+        if group.owner.url not in self._choice or group.owner.epoch != group.epoch:
+            self._move(group, self._least_loaded())
             return "cold"
-        if len(candidates) > 1:
-            best = self._least_loaded(candidates)
-            extra = max(group.reserved, completion) + self._prefill_weight * group.prompt_bytes
+        extra = max(group.reserved, completion) + self._prefill_weight * group.prompt_bytes
+        # The last one found is a hint that costs nothing; only if it promises a saving are all of them looked at.
+        if self._least is None or self._worth_moving(group.owner, self._least, extra):
+            best = self._least_loaded()
             if self._worth_moving(group.owner, best, extra):
                 self._move(group, best)
                 return "spilled"
         return "affinity"
 
     def _worth_moving(self, owner: Backlog, best: Backlog, extra: float) -> bool:
-        """A spill costs a prefill, so each token must come clearly sooner, even after the work has moved.
-
-        A replica with little to do is no slower than an idle one: its batch has room (`batch_knee`).
-        """
-        if best is owner:
-            return False
-        room = self._knee * self._expected_tokens
-        return self._cost(owner, room) > self._spill_ratio * self._cost(best, room + extra)
+        """A spill costs a prefill, so each token must come clearly sooner, even after the work has moved."""
+        return best is not owner and self._cost(owner) > self._spill_ratio * self._cost(best, extra)
 
     @staticmethod
     def _move(group: Group, to: Backlog) -> None:
