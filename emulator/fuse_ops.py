@@ -14,7 +14,7 @@ from typing import Any
 import mfusepy
 
 from bucket_grpo.emulator.mount_fs import BucketMount
-from bucket_grpo.emulator.mount_tree import Node, name_of
+from bucket_grpo.emulator.mount_nodes import Node, name_of
 
 
 class BucketOperations(mfusepy.Operations):

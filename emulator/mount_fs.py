@@ -20,7 +20,8 @@ from typing import TypeVar
 from bucket_grpo.emulator.backends import Add, Backend, Delete, FileReader, Operation, Reader, Stat
 from bucket_grpo.emulator.faults import FaultControl, FaultyBackend
 from bucket_grpo.emulator.mount_flush import FlushSchedule
-from bucket_grpo.emulator.mount_tree import Answer, Commit, FlushItem, Head, Inquiry, Node, Question, Tree
+from bucket_grpo.emulator.mount_nodes import Answer, Commit, FlushItem, Head, Inquiry, Node, Question
+from bucket_grpo.emulator.mount_tree import Tree
 from bucket_grpo.emulator.profiles import MountProfile
 
 R = TypeVar("R")
@@ -55,6 +56,7 @@ class BucketMount:
         self._errors: dict[Node, OSError] = {}
         self._handles: dict[int, Handle] = {}
         self._next_handle = 1
+        self._uploading: set[Node] = set()
         # One lock for memory, never held while the bucket or a disk is asked; `_wake` shares it.
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -205,7 +207,9 @@ class BucketMount:
     def _prepare_staging(self, node: Node, *, truncate: bool) -> None:
         """A write needs the whole file on the local disk first, unless it starts empty."""
         staged = self._staged(node)
-        with self._lock:
+        with self._wake:
+            # An upload reads the file: emptying it now would send a torn object.
+            self._wake.wait_for(lambda: node not in self._uploading)
             reusable = (node.dirty or node.staged_is_current) and staged.exists()
         if truncate or (not reusable and node.size == 0):
             staged.write_bytes(b"")
@@ -219,7 +223,7 @@ class BucketMount:
     def _drop_staging(self, node: Node) -> None:
         """Free the local copy once the bucket has the bytes, or nobody wants them any more."""
         with self._lock:
-            if node.handles == 0 and (node.unlinked or not node.dirty):
+            if node.handles == 0 and (node.unlinked or not node.dirty) and node not in self._uploading:
                 node.staged_is_current = False
                 self._staged(node).unlink(missing_ok=True)
 
@@ -307,27 +311,33 @@ class BucketMount:
     def _flush_batch(self, nodes: Sequence[Node]) -> None:
         with self._lock:
             items = self._tree.begin_flush(nodes)
+            self._uploading = {item.node for item in items}
         if not items:
             return
         try:
             uploaded = self._upload(items)
             additions = [Add(item.key, stat.etag) for item, stat in zip(items, uploaded, strict=True)]
             self._commit(additions + [Delete(key) for item in items for key in item.old_keys])
+            with self._lock:
+                for item, stat in zip(items, uploaded, strict=True):
+                    self._tree.flushed(item, stat)
         except OSError as error:
             _say(f"flush of {', '.join(item.key for item in items)} failed and is not tried again: {error}")
             with self._lock:
                 self._errors.update({item.node: error for item in items})
-            return
-        with self._lock:
-            for item, stat in zip(items, uploaded, strict=True):
-                self._tree.flushed(item, stat)
-                self._drop_staging(item.node)
+        for item in items:
+            self._drop_staging(item.node)
 
     def _upload(self, items: Sequence[FlushItem]) -> list[Stat]:
-        size = sum(self._staged(item.node).stat().st_size for item in items)
-        bandwidth = self.profile.upload_bandwidth
-        time.sleep(self.profile.upload_s + (size / bandwidth if bandwidth else 0.0))
-        return [self._backend.upload(self._staged(item.node), item.key) for item in items]
+        try:
+            size = sum(self._staged(item.node).stat().st_size for item in items)
+            bandwidth = self.profile.upload_bandwidth
+            time.sleep(self.profile.upload_s + (size / bandwidth if bandwidth else 0.0))
+            return [self._backend.upload(self._staged(item.node), item.key) for item in items]
+        finally:
+            with self._wake:
+                self._uploading = set()
+                self._wake.notify_all()
 
     def _poll_loop(self) -> None:
         while True:

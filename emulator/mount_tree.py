@@ -11,78 +11,24 @@ the answer, and raises `OSError` for the caller. The rules are hf-mount's:
 """
 
 import errno
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
 
 from bucket_grpo.emulator.backends import Add, Delete, Listing, Operation, Stat
+from bucket_grpo.emulator.mount_nodes import (
+    Commit,
+    FlushItem,
+    Head,
+    Inquiry,
+    ListFolder,
+    Node,
+    in_use,
+    name_of,
+    parent_of,
+    walk,
+)
 from bucket_grpo.emulator.profiles import MountProfile
 
-
-@dataclass(frozen=True)
-class Head:
-    """Answered with `Stat | None`."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class ListFolder:
-    """Answered with a `Listing`."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Answered with None once sent; operations that the bucket did not apply go unnoticed, as in hf-mount."""
-
-    operations: tuple[Operation, ...]
-
-
-Question = Head | ListFolder | Commit
-Answer = Stat | Listing | None
-R = TypeVar("R")
-Inquiry = Generator[Question, Answer, R]
-
-
-@dataclass(eq=False)
-class Node:
-    """A file or folder as this mount sees it; `key` follows renames, `etag` is None until the first commit."""
-
-    key: str
-    is_folder: bool = False
-    size: int = 0
-    mtime: float = 0.0
-    etag: str | None = None
-    generation: int = 0  # counts local changes since the last commit; 0 is clean
-    staged_is_current: bool = False  # the local staging file holds exactly `etag`
-    validated_at: float | None = None
-    placed_at: float = 0.0  # when this mount put it at its key or committed it there: older answers say nothing of it
-    listed: bool = False
-    made_here: bool = False  # a folder that the bucket has not shown yet
-    handles: int = 0
-    unlinked: bool = False
-    old_keys: list[str] = field(default_factory=list)  # where the bucket still shows it; deleted by the next flush
-    children: dict[str, "Node"] = field(default_factory=dict)
-
-    @property
-    def dirty(self) -> bool:
-        return self.generation > 0
-
-    def changed(self, size: int, wall: float) -> None:
-        self.generation += 1
-        self.size, self.mtime, self.staged_is_current = size, wall, False
-
-
-@dataclass(frozen=True)
-class FlushItem:
-    """One file of a batch, as it was when its upload began: a rename from then on comes too late."""
-
-    node: Node
-    key: str
-    generation: int
-    old_keys: tuple[str, ...]
+MAX_MISSES = 1000  # hf-mount's; the oldest gives way
 
 
 class Tree:
@@ -125,7 +71,7 @@ class Tree:
             yield from self._load(parent)
             if found := self.known(key):
                 return found
-        self._missing[key] = self._clock()
+        self._remember_missing(key)
         return None
 
     def children(self, key: str) -> Inquiry[list[Node]]:
@@ -175,7 +121,7 @@ class Tree:
             self._learn_folder(key)
         shown = {stat.key for stat in listing.files} | set(listing.folders)
         for child in list(folder.children.values()):
-            if child.key not in shown and not child.made_here and not _in_use(child) and child.placed_at < asked_at:
+            if child.key not in shown and not child.made_here and not in_use(child) and child.placed_at < asked_at:
                 self._detach(child)
         folder.made_here = folder.made_here and not listing
         folder.listed = self._profile.poll_s > 0
@@ -183,10 +129,14 @@ class Tree:
     # ---- polling
 
     def folders_to_poll(self) -> list[str]:
-        return [node.key for node in _walk(self._root) if node.is_folder and node.listed and not node.made_here]
+        return [node.key for node in walk(self._root) if node.is_folder and node.listed and not node.made_here]
 
     def apply_poll(self, listings: Mapping[str, Listing], asked_at: float) -> None:
-        """Take in fresh listings, asked for at `asked_at`: changed files are updated, vanished ones dropped, folders with news read anew."""
+        """Take in listings that were asked for at `asked_at`.
+
+        Changed files are updated, vanished ones dropped, and a folder with something new is read again when it is next
+        listed; names below it are no longer held for missing.
+        """
         for key, listing in listings.items():
             folder = self.known(key)
             if folder is None or not folder.is_folder:
@@ -236,7 +186,7 @@ class Tree:
         if node.etag is not None:
             self.queued_deletes.append(key)
         self._detach(node)
-        self._missing[key] = self._clock()
+        self._remember_missing(key)
         return node
 
     def remove_folder(self, key: str) -> Inquiry[None]:
@@ -247,7 +197,7 @@ class Tree:
         if folder.children:
             raise OSError(errno.ENOTEMPTY, "folder is not empty", key)
         self._detach(folder)
-        self._missing[key] = self._clock()
+        self._remember_missing(key)
 
     def rename(self, old: str, new: str) -> Inquiry[Node | None]:
         """Move a file or folder; returns the node that it replaced.
@@ -265,7 +215,7 @@ class Tree:
                 raise OSError(errno.EINVAL, "a folder cannot move into itself", new)
             yield from self._load_subtree(node)
         self._check_replaceable(node, self.known(new))
-        moved = [n for n in _walk(node) if not n.is_folder]
+        moved = [n for n in walk(node) if not n.is_folder]
         committed = [n for n in moved if n.etag is not None and not n.dirty]
         operations: list[Operation] = [Add(new + n.key[len(old) :], n.etag or "", source=n.key) for n in committed]
         operations += [Delete(n.key) for n in committed]
@@ -279,10 +229,10 @@ class Tree:
         for n in moved:
             if n.dirty and n.etag is not None:
                 n.old_keys.append(n.key)
-        for n in _walk(node):
+        for n in walk(node):
             n.key = new + n.key[len(old) :]
         self._attach(node)
-        self._missing[old] = self._clock()
+        self._remember_missing(old)
         self.queued_deletes = [k for k in self.queued_deletes if k != new and not k.startswith(f"{new}/")]
         return replaced
 
@@ -307,13 +257,19 @@ class Tree:
         node.validated_at = node.placed_at = self._clock()
 
     def dirty_nodes(self) -> list[Node]:
-        return [node for node in _walk(self._root) if node.dirty]
+        return [node for node in walk(self._root) if node.dirty]
 
     # ---- book-keeping
 
     def _is_known_missing(self, key: str) -> bool:
         since = self._missing.get(key)
         return since is not None and self._clock() - since < self._profile.negative_ttl_s
+
+    def _remember_missing(self, key: str) -> None:
+        self._missing.pop(key, None)
+        if len(self._missing) >= MAX_MISSES:
+            del self._missing[next(iter(self._missing))]
+        self._missing[key] = self._clock()
 
     def _existing(self, key: str) -> Node:
         node = self.known(key)
@@ -377,21 +333,3 @@ class Tree:
         for child in list(folder.children.values()):
             if child.is_folder:
                 yield from self._load_subtree(child)
-
-
-def parent_of(key: str) -> str:
-    return key.rpartition("/")[0]
-
-
-def name_of(key: str) -> str:
-    return key.rpartition("/")[2]
-
-
-def _walk(node: Node) -> Iterator[Node]:
-    yield node
-    for child in list(node.children.values()):
-        yield from _walk(child)
-
-
-def _in_use(node: Node) -> bool:
-    return any(n.dirty or n.handles for n in _walk(node))

@@ -176,6 +176,32 @@ def test_stopping_sends_open_files_and_those_whose_commit_had_failed(mounted: Mo
     assert (tmp_path / "objects" / "open").read_bytes() == b"two"
 
 
+def test_unlinking_a_file_during_its_upload_does_not_harm_the_rest_of_the_batch(
+    mounted: Mounter, tmp_path: Path
+) -> None:
+    mount = mounted(profile=replace(QUICK, upload_s=0.5))
+    write(mount, "gone", b"gone")
+    write(mount, "stays", b"stays")
+    time.sleep(2 * QUICK.flush_debounce_s)  # the upload has begun
+    mount.unlink("gone")
+    wait_for((tmp_path / "objects" / "stays").exists)
+    assert read_error_on_close(mount, "stays") is None
+
+
+def test_truncating_a_file_during_its_upload_waits_so_that_no_torn_object_shows(
+    mounted: Mounter, tmp_path: Path
+) -> None:
+    mount, object_ = mounted(profile=replace(QUICK, upload_s=0.5)), tmp_path / "objects" / "current.json"
+    write(mount, "current.json", b"first")
+    time.sleep(2 * QUICK.flush_debounce_s)
+    handle = mount.open("current.json", os.O_WRONLY | os.O_TRUNC)
+    mount.write(handle, 0, b"second")
+    close(mount, handle)
+    wait_for(object_.exists)
+    assert object_.read_bytes() == b"first"
+    wait_for(lambda: object_.read_bytes() == b"second")
+
+
 def test_staging_is_freed_once_the_bucket_has_the_file(mounted: Mounter, tmp_path: Path) -> None:
     mount = mounted()
     for number in range(5):

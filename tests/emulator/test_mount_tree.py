@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bucket_grpo.emulator.backends import Add, Delete, Listing, Operation, Stat
-from bucket_grpo.emulator.mount_tree import Answer, Commit, Head, Inquiry, ListFolder, Node, Question, Tree
+from bucket_grpo.emulator.mount_nodes import Answer, Commit, Head, Inquiry, ListFolder, Node, Question
+from bucket_grpo.emulator.mount_tree import Tree
 from bucket_grpo.emulator.profiles import PROFILES, MountProfile
 
 OLD_CACHE, NEW_CACHE = PROFILES["hf-mount-2026-08"], PROFILES["hf-mount-2026-09"]
