@@ -64,8 +64,6 @@ def parse_request(raw: bytes) -> CompletionRequest:
     if not isinstance(model, str) or not model:
         raise BadRequest("model is missing or empty: name a version of this run, or the base model")
     spans = _top_level_spans(raw)
-    if len(spans) != len(body) or "model" not in spans:
-        raise BadRequest("the body names a key twice, or with escapes")
     prompt = body.get("prompt")
     ids, prompt_bytes = None, b""
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
@@ -113,7 +111,7 @@ def _top_level_spans(raw: bytes) -> dict[str, tuple[int, int]]:
     while True:
         key = _KEY.match(raw, position)
         if key is None:
-            return spans  # the closing brace of an empty object, or a key with escapes: the caller counts the keys
+            raise BadRequest("the body has a key that is written with escapes")
         name = key[1].decode()
         if name in spans:
             raise BadRequest(f"the body names {name!r} twice")
@@ -127,11 +125,9 @@ def _top_level_spans(raw: bytes) -> dict[str, tuple[int, int]]:
             value = None
         else:
             value = _SCALAR.match(raw, start)
-        if value is not None:
-            end = value.end()
-        else:
+        if value is None:
             nested = True
-            end = start + len(raw[start:]) - len(_skip_nested(raw[start:]))
+        end = _end_of_nested(raw, start) if value is None else value.end()
         spans[name] = (start, end)
         separator = _SEPARATOR.match(raw, end)
         if separator is None or separator[1] == b"}":
@@ -145,16 +141,16 @@ def _top_level_spans(raw: bytes) -> dict[str, tuple[int, int]]:
 _BRACKET_OR_STRING = re.compile(rb'[\[\]{}]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
-def _skip_nested(raw: bytes) -> bytes:
-    """What follows the array or object that `raw` begins with."""
+def _end_of_nested(raw: bytes, start: int) -> int:
+    """Where the array or object that begins at `start` ends."""
     depth = 0
-    for token in _BRACKET_OR_STRING.finditer(raw):
+    for token in _BRACKET_OR_STRING.finditer(raw, start):
         if token[0] in (b"[", b"{"):
             depth += 1
         elif token[0] in (b"]", b"}"):
             depth -= 1
             if depth == 0:
-                return raw[token.end() :]
+                return token.end()
     raise BadRequest("the body is not JSON: unbalanced brackets")
 
 
