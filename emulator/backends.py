@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 PRIVATE_FOLDER = ".emulator"
-PIN_S = 60.0
+PIN_S = 30.0  # longer than a mount goes without asking: what it opens it has asked for since
+MAX_PINS = 256
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class FolderBackend:
     """Objects as files under `root`, shared by any number of processes.
 
     A commit is a rename on the disk of `root`, so a reader sees the old bytes or the new, never a mix. Uploads wait in
-    `root/.emulator`, which no listing shows. What `stat` returned stays open for a minute, so that it can be read after
-    it was replaced, also by something that is no mount.
+    `root/.emulator`, which no listing shows. What `stat` returned stays open for a while, so that it can be read
+    after it was replaced, also by something that is no mount.
     """
 
     def __init__(self, root: Path) -> None:
@@ -221,8 +222,11 @@ class FolderBackend:
             if old := self._pins.pop(etag, None):
                 os.close(old[0])
             self._pins[etag] = (descriptor, now)
-            for expired in [e for e, (_, since) in self._pins.items() if now - since > PIN_S]:
-                os.close(self._pins.pop(expired)[0])
+            while len(self._pins) > MAX_PINS or now - self._oldest_pin() > PIN_S:
+                os.close(self._pins.pop(next(iter(self._pins)))[0])
+
+    def _oldest_pin(self) -> float:
+        return next(iter(self._pins.values()))[1]
 
     def _path(self, key: str) -> Path:
         path = self._root / key

@@ -61,6 +61,14 @@ def test_a_reader_keeps_the_content_also_when_no_mount_replaced_it(bucket: Folde
     assert read(bucket, first) == b"first"
 
 
+def test_asking_for_many_objects_does_not_use_up_file_descriptors(bucket: FolderBackend, tmp_path: Path) -> None:
+    (tmp_path / "objects" / "d").mkdir()
+    for number in range(1000):
+        (tmp_path / "objects" / "d" / str(number)).write_bytes(b"x")
+        assert bucket.stat(f"d/{number}") is not None
+    assert len(os.listdir("/proc/self/fd")) < 400
+
+
 def test_content_that_is_gone_for_good_is_an_io_error(bucket: FolderBackend) -> None:
     with pytest.raises(OSError) as raised:
         bucket.open(Stat("v1", 3, 0.0, "1-2-3"))
