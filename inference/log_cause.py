@@ -11,6 +11,8 @@ _PREFIX = re.compile(
     r"^(\([^)]*pid=\d+\)\s*)?((ERROR|CRITICAL|WARNING|INFO)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?"
 )
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(Error|Exception|Interrupt|Failure))(: (?P<text>.*))?$")
+# What Python says on its way out.
+_NOISE = re.compile(r"nanobind|leaked|remainder|warnings\.warn|refleaks")
 _USAGE_ERROR = re.compile(r"^\S+\.py: error: (?P<text>.+)$")
 # What vLLM's other processes say about a death that happened elsewhere.
 _ECHOES = (
@@ -18,12 +20,14 @@ _ECHOES = (
     "EngineCore encountered an issue",
     "EngineDeadError",
     "Engine core proc",
+    "resource_tracker",
     "CancelledError",
     "KeyboardInterrupt",
     "WorkerProc initialization failed",
     "Executor failed",
     "cancelled",
 )
+_ENGINE_GONE = ("engine core exited unexpectedly", "EngineCore encountered an issue")
 # Another start would end in the same way.
 _PERMANENT = (
     "unrecognized arguments",
@@ -39,6 +43,8 @@ _PERMANENT = (
     "is greater than the derived max_model_len",
     "validation error for",
     "No module named",
+    "RepositoryNotFoundError",
+    "GatedRepoError",
     "not supported for now",
 )
 
@@ -60,6 +66,11 @@ def cause_of_death(status: int, log: Path) -> Cause:
     except FileNotFoundError:
         text = ""
     said = exception_in(text)
+    if said is None and any(sign in text for sign in _ENGINE_GONE):
+        return Cause(
+            f"vLLM's EngineCore process ended without a word: it was killed (out of memory, or by someone); log: {log}",
+            False,
+        )
     if said is not None:
         return Cause(f"vLLM ended with status {status}: {said} (log: {log})", any(sign in said for sign in _PERMANENT))
     return Cause(f"vLLM {_how(status)}{_last_line(text)} (log: {log})", False)
@@ -100,5 +111,5 @@ def _how(status: int) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
     return f"; its last word: {lines[-1][:300]}" if lines else " without a word"

@@ -126,9 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.05)
         model, prompt = body["model"], body["prompt"]
         root = state.adapters.get(model)
-        weights = (
-            None if root is None or on("serve_base") else (Path(root) / "adapter_model.safetensors").read_bytes()
-        )
+        weights = None if root is None or on("serve_base") else (Path(root) / "adapter_model.safetensors").read_bytes()
         logprobs = expected_logprobs(weights, prompt)
         time.sleep(body.get("seconds", 0))
         with state.lock:
