@@ -158,7 +158,11 @@ def serve(
         print(f"jobs run as plain processes with mapped ports and paths: {hub.jobs.why_plain}", flush=True)
     print(f"serving {url}", flush=True)
     config = uvicorn.Config(
-        create_app(hub), log_level=os.environ.get("BUCKET_GRPO_HUB_LOG", "warning"), timeout_graceful_shutdown=3
+        create_app(hub),
+        log_level=os.environ.get("BUCKET_GRPO_HUB_LOG", "warning"),
+        timeout_graceful_shutdown=3,
+        # uvicorn's own can be seconds old on a busy machine; where clients read it, the route says it.
+        date_header=False,
     )
     try:
         HubServer(config, hub).run(sockets=[listener, *for_jobs])

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -139,7 +140,9 @@ def list_hardware(_request: Request) -> Response:
 
 
 def _stream(events: AsyncIterator[str]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    # Clients from 2.x on take events that are newer than `Date` for ones that came after they asked.
+    headers = {"Cache-Control": "no-cache", "Date": formatdate(usegmt=True)}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 async def logs(request: Request) -> Response:

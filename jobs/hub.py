@@ -226,10 +226,8 @@ def explain(error: BaseException) -> str:
         return (
             f"the Hub does not answer ({type(error).__name__}: {error or 'no details'}): check HF_ENDPOINT and network"
         )
-    response = error.response  # type: ignore[attr-defined]
-    said = (
-        response.headers.get("X-Error-Message") or getattr(error, "server_message", None) or str(error).splitlines()[0]
-    )
+    response: httpx.Response = error.response  # type: ignore[attr-defined]
+    said = response.headers.get("X-Error-Message") or _error_in(response) or str(error).splitlines()[0]
     hints = {
         401: "the token is not valid (any more): run `hf auth login`, or set HF_TOKEN",
         402: "the account has no credit left, or may not use jobs: see https://huggingface.co/settings/billing",
@@ -239,6 +237,15 @@ def explain(error: BaseException) -> str:
     }
     hint = hints.get(status)
     return f"{said} (HTTP {status})" + (f". {hint}" if hint else "")
+
+
+def _error_in(response: httpx.Response) -> str | None:
+    """What the body says; clients of different versions put it into the exception or leave it out."""
+    try:
+        said = response.json().get("error")
+    except (ValueError, AttributeError, httpx.ResponseNotRead):
+        return None
+    return str(said).splitlines()[0] if said else None
 
 
 def running_usd(jobs: Iterable["JobInfo"], prices: Prices, exposed_usd_per_hour: float) -> float:

@@ -11,8 +11,8 @@ from tests.jobs.emulated import NAMESPACES, Cluster, cluster, eventually, runnin
 pytestmark = pytest.mark.skipif(not NAMESPACES, reason="network namespaces need root")
 
 
-def bridges() -> set[str]:
-    return {path.name for path in Path("/sys/class/net").glob("bgj*")}
+def bridge_of(hub: Cluster) -> Path:
+    return Path(f"/sys/class/net/bgj{hub.hub.process.pid}")
 
 
 def test_a_job_sees_neither_the_machines_processes_nor_its_network_nor_its_temporary_files(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_jobs_of_one_network_group_find_each_other_by_name(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_when_the_hub_ends_so_do_its_jobs(tmp_path: Path, how: str) -> None:
-    mark, before = uuid.uuid4().hex, bridges()
+    mark = uuid.uuid4().hex
     hub = Cluster(start_hub(tmp_path / "hub", "--profile", "local"), namespaces=True)
     job = hub.run(f"(setsid sh -c 'sleep 300; : {mark}') & sleep 300", volumes=[hub.volume("b", read_only=True)])
     hub.wait(job, "RUNNING")
@@ -61,7 +61,8 @@ def test_when_the_hub_ends_so_do_its_jobs(tmp_path: Path, how: str) -> None:
     again = Cluster(start_hub(tmp_path / "hub", "--profile", "local"), namespaces=True)
     try:
         assert again.inspect(job).status.stage == "ERROR"
-        assert len(bridges() - before) == 1, "a killed Hub's bridge is removed by the next one"
+        assert not bridge_of(hub).exists(), "a killed Hub's bridge is removed by the next one"
+        assert bridge_of(again).exists()
     finally:
         again.hub.stop()
-    assert bridges() <= before
+    assert not bridge_of(again).exists()
