@@ -60,9 +60,8 @@ def test_answers_under_a_version_are_those_of_peft(
     replica.want(*refs.values())
     for number, ref in refs.items():
         replica.wait_state(ref, "READY", 60)
-        answer = replica.complete(
-            ref.name, prompt=IDS, max_tokens=24, temperature=1.0, logprobs=0, return_token_ids=True
-        )
+        sampling = {"max_tokens": 24, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
+        answer = replica.complete(ref.name, prompt=IDS, **sampling)
         choice = answer.json()["choices"][0]
         output, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         expected = logprobs(MODEL, adapters[number], IDS + output)[len(IDS) - 1 :]
@@ -125,9 +124,8 @@ def test_a_killed_engine_process_is_named_replaced_and_has_its_versions_back(
     replica: Replica, refs: dict[int, VersionRef]
 ) -> None:
     replica.want(*refs.values())
-    before = replica.wait_for(
-        lambda s: all(s["versions"].get(r.name, {}).get("state") == "READY" for r in refs.values())
-    )
+    names = {ref.name for ref in refs.values()}
+    before = replica.wait_for(lambda s: all(s["versions"][name]["state"] == "READY" for name in names))
     seen: list[dict] = []
 
     def watch() -> None:
@@ -143,7 +141,7 @@ def test_a_killed_engine_process_is_named_replaced_and_has_its_versions_back(
     watcher.join(60)
     reasons = [status["reason"] for status in seen if status["engine"] == "dead"]
     assert reasons, f"nobody was told of the death: {seen}"
-    assert "EngineCore" in reasons[0]
+    assert "EngineCore process ended without a word: it was killed" in reasons[0]
     assert "onnection refused" not in reasons[0]
     replica.wait_for(lambda s: s["engine"] == "ready" and s["engine_epoch"] == before["engine_epoch"] + 1, START_S)
     for ref in refs.values():

@@ -143,7 +143,7 @@ def test_a_bad_config_file_is_one_clear_line(tmp_path: Path, content: str | None
     path = tmp_path / "agent.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match="agent.json") as error:
+    with pytest.raises(ValueError, match=r"agent\.json") as error:
         ReplicaSpec.read(path)
     assert words in str(error.value)
     assert "\n" not in str(error.value)

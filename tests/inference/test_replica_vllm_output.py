@@ -85,7 +85,7 @@ DEATHS = {
         "(EngineCore pid=7) ERROR 11-30 16:01:02 [core.py:1200] Traceback (most recent call last):\n"
         "(EngineCore pid=7) ERROR 11-30 16:01:02 [core.py:1200] ValueError: No available memory for the cache blocks.\n"
         "(APIServer pid=6) Traceback (most recent call last):\n"
-        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
+        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n",
         "ValueError: No available memory for the cache blocks.",
         False,
     ),
@@ -93,8 +93,8 @@ DEATHS = {
         0,
         "(APIServer pid=6) WARNING 11-30 16:23:29 [core_client.py:809] [shutdown] MPClient: engine core exited "
         "unexpectedly; starting cleanup\n"
-        "(APIServer pid=6) ERROR 11-30 16:23:29 [async_llm.py:871] vllm.v1.engine.exceptions.EngineDeadError: EngineCore "
-        "encountered an issue. See stack trace (above) for the root cause.\n"
+        "(APIServer pid=6) ERROR 11-30 16:23:29 [async_llm.py:871] vllm.v1.engine.exceptions.EngineDeadError: "
+        "EngineCore encountered an issue. See stack trace (above) for the root cause.\n"
         "nanobind: leaked 4 instances!\n",
         "EngineCore process ended without a word: it was killed",
         False,
