@@ -3,9 +3,10 @@
 from typing import Any
 
 # ChatML's assistant turn. TRL knows templates only by their whole text; for those it would set much the same.
+CHATML_ASSISTANT = "<|im_start|>assistant\n"
 CHATML_RESPONSE = {
     "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
+    "start_anchor": CHATML_ASSISTANT,
     "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*|<\|endoftext\|>\s*", "content": "text"}},
 }
 PROBE = "The answer is 7."
@@ -38,7 +39,7 @@ def _with_response_template(tokenizer: Any) -> Any:
     try:
         return add_response_schema(tokenizer)
     except ValueError as unknown:
-        if CHATML_RESPONSE["start_anchor"] not in _rendered(tokenizer, PROBE):
+        if CHATML_ASSISTANT not in _rendered(tokenizer, PROBE):
             raise TokenizerError(
                 "TRL does not know how to parse the answers of this chat template, and it is not ChatML: "
                 "set tokenizer.response_template and save the tokenizer with the model"

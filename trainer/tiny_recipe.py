@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
 TERMS = 30  # a and b run from 0 to TERMS - 1
 MAX_LENGTH = 512  # context, in tokens
@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def write_configs(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
+def write_configs(folder: Path, tokenizer: Any) -> None:
     write_json(
         folder / "config.json",
         {
@@ -115,11 +115,11 @@ def write_model(folder: Path) -> None:
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.set_flags(_enabled=False)
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     write_configs(folder, tokenizer)
     model = Qwen2ForCausalLM._from_config(
         Qwen2Config.from_pretrained(folder), dtype=torch.float32, attn_implementation="eager"
@@ -143,9 +143,7 @@ def initialise(model: "Qwen2ForCausalLM", rng: random.Random) -> None:
                 parameter.copy_(torch.tensor(drawn, dtype=torch.float32).view_as(parameter))
 
 
-def batches(
-    tokenizer: "PreTrainedTokenizerFast", rng: random.Random, wrong_frac: float
-) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+def batches(tokenizer: Any, rng: random.Random, wrong_frac: float) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
     """Endless `(tokens, labels)` of shape `(BATCH, T)`; only the answer is trained on, padding is on the right."""
     import torch
 
