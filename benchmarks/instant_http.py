@@ -67,16 +67,20 @@ class InstantUpstream(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         if request_line.startswith(b"POST"):
             if self._delay_s:
-                loop.call_later(self._delay_s, self._transport.write, self._completion)
+                loop.call_later(self._delay_s, self._send, self._completion)
             else:
-                self._transport.write(self._completion)
+                self._send(self._completion)
         elif b"/agent/status" in request_line:
             wait_s = 0.0 if b"wait=0" in request_line else 5.0
-            loop.call_later(wait_s, self._transport.write, self._status)
+            loop.call_later(wait_s, self._send, self._status)
         elif b"/agent/" in request_line:
-            self._transport.write(self._status)
+            self._send(self._status)
         else:
-            self._transport.write(self._models)
+            self._send(self._models)
+
+    def _send(self, response: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(response)
 
 
 def _response(body: bytes) -> bytes:

@@ -24,10 +24,10 @@ from bucket_grpo.proxy.asgi import (
 )
 from bucket_grpo.proxy.completion import BadRequest, CompletionAnswer, CompletionRequest, parse_answer, parse_request
 from bucket_grpo.proxy.fleet import Refusal, Target, Unknown
+from bucket_grpo.proxy.http_client import Answer, HttpError
 from bucket_grpo.proxy.journal import Record
 from bucket_grpo.proxy.router import Placement
 from bucket_grpo.proxy.service import Service
-from bucket_grpo.proxy.upstream import Answer, UpstreamError
 
 WATCH_CLIENT_AFTER_S = 1.0
 MIN_READ_TIMEOUT_S = 60.0
@@ -200,7 +200,7 @@ class Completions:
                         answer = await self._stream(exchange, url, body, timeout_s, send)
                     else:
                         answer = await service.agents.complete(url, body, timeout_s)
-                except UpstreamError as error:
+                except HttpError as error:
                     if exchange.streaming:
                         raise
                     failure = str(error)

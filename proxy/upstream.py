@@ -3,37 +3,26 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import aiohttp
 from pydantic import ValidationError
 
 from bucket_grpo.bucket_sync.wire import AgentStatus, Wanted
+from bucket_grpo.proxy.http_client import Answer, HttpClient, HttpError
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 256 << 20
 
 
-class UpstreamError(Exception):
-    """An agent could not be asked, or its answer makes no sense. `refused`: nobody listens there."""
-
-    def __init__(self, reason: str, *, refused: bool = False) -> None:
-        super().__init__(reason)
-        self.refused = refused
-
-
-@dataclass(slots=True)
-class Answer:
-    status: int
-    content_type: str
-    body: bytes
+class UpstreamError(HttpError):
+    """An agent could not be asked, or its answer makes no sense."""
 
 
 class Agents:
-    """One keep-alive pool for completions, without a bound of its own: the router bounds, a pool would only queue."""
+    """No bound on connections: the router bounds the requests, a pool would only queue them."""
 
     def __init__(self, token: str | None) -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._completions = HttpClient(self._headers, CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=10),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -43,13 +32,12 @@ class Agents:
         )
 
     async def close(self) -> None:
+        self._completions.close()
         await self._session.close()
 
     async def complete(self, url: str, body: bytes, timeout_s: float) -> Answer:
-        """POST a completion and read the whole answer, whatever its status; raises `UpstreamError`."""
-        async with self.stream(url, body, timeout_s) as response:
-            answer = Answer(response.status, response.content_type, await response.read())
-        return answer
+        """POST a completion and read the whole answer, whatever its status; raises `HttpError`."""
+        return await self._completions.post(url, "/v1/completions", body, timeout_s)
 
     @asynccontextmanager
     async def stream(self, url: str, body: bytes, timeout_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
