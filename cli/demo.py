@@ -22,7 +22,7 @@ from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
 from bucket_grpo.cli.errors import UserError
 from bucket_grpo.cli.local import LocalRun, PartFailed
-from bucket_grpo.cli.progress import Progress
+from bucket_grpo.cli.progress import Progress, counted
 from bucket_grpo.runtime.jsonl import Follower
 from bucket_grpo.runtime.processes import Child, free_port
 from bucket_grpo.trainer.job import Outcome, TrainerJob
@@ -208,7 +208,8 @@ def run_demo(options: DemoOptions, *, as_json: bool = False) -> int:
         finally:
             demo.stop()
         progress.phase("audit: who really answered")
-        audit_folder(demo.run_dir)
+        with counted("auditing") as tell:
+            audit_folder(demo.run_dir, on_progress=tell)
         report = build_report(demo.run_dir)
     except KeyboardInterrupt:
         progress.fail("stopped; nothing is left running")

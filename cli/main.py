@@ -7,6 +7,7 @@ import typer
 from bucket_grpo.cli import jobs_verbs, reading, verbs
 from bucket_grpo.cli.errors import UserError
 from bucket_grpo.emulator.__main__ import app as emulator
+from bucket_grpo.report.files import BrokenFile
 from bucket_grpo.trainer.yaml_lines import RunFileError
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ def main() -> None:
     """Console entry: a problem the user can solve is one line on stderr and exit status 1, never a traceback."""
     try:
         app()
-    except (UserError, RunFileError) as error:
+    except (UserError, RunFileError, BrokenFile, FileNotFoundError) as error:
         print(f"bucket-grpo: {error}", file=sys.stderr)
         sys.exit(1)
 

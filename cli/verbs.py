@@ -49,9 +49,11 @@ def demo(
 
 def audit(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Recompute sampled answers with the published version that the journal names, and count those that differ."""
+    from bucket_grpo.cli.progress import counted
     from bucket_grpo.trainer.audit import audit_folder
 
-    result = audit_folder(run_dir)
+    with counted("auditing") as tell:
+        result = audit_folder(run_dir, on_progress=tell)
     if as_json:
         print(json.dumps(result))
     else:

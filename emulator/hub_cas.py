@@ -126,7 +126,7 @@ def reconstruction(request: Request) -> Response:
 
 def _fetch_v2(request: Request, terms: list[Term]) -> dict[str, Any]:
     xorbs: dict[str, list[dict[str, Any]]] = {}
-    for term in sorted(set(terms)):
+    for term in _merged(terms):
         xorbs.setdefault(term.xorb, []).append(
             {
                 "url": _xorb_url(request, term.xorb),
@@ -138,11 +138,22 @@ def _fetch_v2(request: Request, terms: list[Term]) -> dict[str, Any]:
 
 def _fetch_v1(request: Request, terms: list[Term]) -> dict[str, Any]:
     info: dict[str, list[dict[str, Any]]] = {}
-    for term in sorted(set(terms)):
+    for term in _merged(terms):
         info.setdefault(term.xorb, []).append(
             {"url": _xorb_url(request, term.xorb), "range": _chunks(term), "url_range": _bytes(request, term)}
         )
     return {"fetch_info": info}
+
+
+def _merged(terms: list[Term]) -> list[Term]:
+    """Overlapping terms of one xorb as one range: the client looks for the first range that its term begins in."""
+    merged: list[Term] = []
+    for term in sorted(set(terms)):
+        if merged and merged[-1].xorb == term.xorb and term.first < merged[-1].last:
+            merged[-1] = merged[-1]._replace(last=max(merged[-1].last, term.last))
+        else:
+            merged.append(term)
+    return merged
 
 
 def _chunks(term: Term) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The run's sign of life in the bucket, and the fence: replicas end themselves without the one, a trainer by the other."""
+"""The run's sign of life in the bucket, and the fence: replicas end by the one, a superseded trainer by the other."""
 
 import logging
 import threading
@@ -33,7 +33,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, state: RunState) -> None:
-        """The last beat: how the run ended. A bucket that can't be written any more is logged; the run is over anyway."""
+        """The last beat: how the run ended. A bucket that takes no more writes is logged; the run is over anyway."""
         self._stopped.set()
         self._thread.join(30)
         if self.superseded is None:

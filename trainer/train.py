@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import json
+import math
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ from bucket_grpo.bucket_sync.publisher import Publisher, PublishFailed, Supersed
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.version_file import VersionRejected
+from bucket_grpo.bucket_sync.vocabulary import version_key
+from bucket_grpo.report.completions import rollout_key
 from bucket_grpo.runtime.processes import end_with_parent
 from bucket_grpo.trainer import tree_attention
 from bucket_grpo.trainer.canary import canary_tokens
@@ -42,6 +45,7 @@ class RunFolder(TrainerCallback):
     def __init__(self, run_dir: Path, heartbeat: Heartbeat) -> None:
         self.path = run_dir / "metrics.jsonl"
         self.heartbeat = heartbeat
+        self._rollouts = open(run_dir / "rollouts.jsonl", "a")  # noqa: SIM115 - open as long as the process
         self.started = time.monotonic()
         self.first_step_s: float | None = None
         self.terminated = False
@@ -61,9 +65,23 @@ class RunFolder(TrainerCallback):
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any] | None = None, **_kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
+        self._rollouts.flush()
         row = {"step": state.global_step, "time": time.time(), **logs}
         with open(self.path, "a") as file:
             file.write(json.dumps(row, default=float) + "\n")
+
+    def on_sample(self, sample: Any) -> None:
+        """Keep a sample's reward where the report finds it: the journal of the proxy knows no rewards."""
+        prompt_tokens = int(sample.completion_mask.argmax())
+        ids = sample.input_ids.tolist()
+        reward = sample.metrics["reward"]
+        row = {
+            "key": rollout_key(ids[:prompt_tokens], ids[prompt_tokens:]),
+            "reward": None if math.isnan(reward) else reward,
+            "group": sample.group_id,
+            "version": sample.model_version,
+        }
+        self._rollouts.write(json.dumps(row) + "\n")
 
     def on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self.terminated = True
@@ -114,6 +132,7 @@ def build_trainer(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, f
         make_publisher=make_publisher,
         canary_prompt=canary_tokens(tokenizer, dataset[0]["prompt"]),
         first_version_timeout_s=job.server_timeout_s,
+        on_sample=folder.on_sample,
     )
 
 
@@ -152,6 +171,9 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
         wall_clock_s=wall_clock_s,
         time_to_first_step_s=folder.first_step_s,
         groups=trainer.ledger.summary(),
+        adapter=version_key(job.run, job.incarnation, trainer.bump.live)
+        if trainer.bump and trainer.bump.live
+        else None,
         versions={name: importlib.metadata.version(name) for name in VERSIONS_OF},
     )
 

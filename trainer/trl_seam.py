@@ -108,6 +108,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             that went live (from its own thread, ascending).
         canary_prompt: token ids for the canary.
         first_version_timeout_s: how long the first version may take to go live.
+        on_sample: is shown every `RolloutSample` that reaches the trainer.
 
     Raises `RuntimeError` if TRL did not choose adapter-only sync: it would fall back to NCCL with only a warning.
     """
@@ -118,6 +119,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         make_publisher: Callable[[Callable[[int], None]], Publisher],
         canary_prompt: list[int],
         first_version_timeout_s: float = 300.0,
+        on_sample: Callable[[Any], None] = lambda _sample: None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -129,6 +131,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             )
         self._canary_prompt = canary_prompt
         self._canary: Canary | None = None
+        self._on_sample = on_sample
         self._trained_groups = self.ledger = Ledger()
         self.publisher: Publisher | None = None
         self.bump: DeferredBump | None = None
@@ -152,6 +155,28 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         super()._sync_weight()
         self._metrics["train"]["bucket_grpo/stall_s"].append(time.perf_counter() - started)
 
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's loss; beside it how far this policy is from the one that answered, token by token.
+
+        TRL's own `ratio` cannot show it: its mean is 1 whichever policy answered.
+        """
+        outputs: Any = None
+
+        def forward(**model_inputs: Any) -> Any:
+            nonlocal outputs
+            outputs = model(**model_inputs)
+            return outputs
+
+        loss = super().compute_loss(forward, inputs, *args, **kwargs)
+        with torch.no_grad():
+            selected = inputs["token_index"] >= 0
+            logprobs = outputs.log_probs.flatten()[inputs["token_index"][selected]]
+            distance = (logprobs - inputs["old_log_probs"][selected]).abs()
+        metrics = self._metrics["train"]
+        metrics["bucket_grpo/abs_log_ratio_mean"].append((distance.sum().item(), float(distance.numel())))
+        metrics["bucket_grpo/abs_log_ratio_max"].append(distance.max().item())
+        return loss
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.is_main_process:
@@ -159,7 +184,8 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         return loss
 
     def _observe(self, sample: Any) -> None:
-        """See a sample as TRL is about to: whether its group teaches anything, and whether TRL will drop it."""
+        """See a sample as TRL is about to: what it earned, whether its group teaches anything, whether TRL drops it."""
+        self._on_sample(sample)
         if not math.isnan(std := sample.metrics["reward_std"]):
             self._metrics["train"]["bucket_grpo/zero_std_frac"].append(float(std == 0))
         if self.model_version - sample.model_version > self.args.max_staleness:
