@@ -130,7 +130,9 @@ class HubServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._hub.feed.close()
         self._hub.jobs.closing = True
-        super().handle_exit(sig, frame)
+        # uvicorn's own handler would raise the signal again once all is done: a stop that was asked for ends with 0.
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def serve(

@@ -153,7 +153,7 @@ def test_a_commit_is_an_event_at_once_and_a_stop_says_where_to_go_on(tmp_path: P
         hub.process.terminate()
         name, reconnect = next(feed)
         assert (name, reconnect["cursor"]) == ("reconnect", changes["cursor"])
-        hub.process.wait(10)
+        assert hub.process.wait(10) == 0
 
         again = start_hub(tmp_path / "hub")
         try:
