@@ -1,4 +1,4 @@
-"""The publisher's side of the proxy's control API: announce a version, wait until it is live, retire one.
+"""The trainer's side of the proxy's control API: announce a version, wait until it is live, retire one, ask for all.
 
 The proxy may be restarting, and then has forgotten what it was told: calls are retried for a bounded time without an
 answer, and a version that it does not know is announced again.
@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 import httpx
+from pydantic import TypeAdapter
 
-from bucket_grpo.bucket_sync.vocabulary import VersionRef
+from bucket_grpo.bucket_sync.vocabulary import VersionRef, parse_served_name, version_key
 from bucket_grpo.bucket_sync.wire import VersionLiveness
 
 LONG_POLL_S = 30
@@ -64,6 +65,12 @@ class ProxyClient:
         raise ProxyError(
             f"version {ref.name} was not live on any replica after {timeout_s:.0f} s; see {self.url}/status"
         )
+
+    def wanted(self) -> set[str]:
+        """The keys of the versions that the proxy has not retired: its fleet may still have to read them."""
+        answer = self._insist("list", lambda: self._client.get("/versions"))
+        known = TypeAdapter(list[VersionLiveness]).validate_json(answer.content)
+        return {version_key(*parse_served_name(one.name)) for one in known if one.state in ("pending", "live")}
 
     def retire(self, number: int) -> None:
         """Say that TRL needs the version no more; a version that the proxy never had is a success."""

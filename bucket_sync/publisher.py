@@ -193,28 +193,33 @@ class Publisher:
             }
 
     def _publish_loop(self) -> None:
-        while True:
+        while self._publish_next():
+            pass
+
+    def _publish_next(self) -> bool:
+        """Wait for a version and bring it to the fleet; False once there is nothing more to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pressure.waiting is not None or self._closing)
+            number = self._pressure.start()
+            if number is None:
+                return False
+            version = self._accepted.pop(number)
+        try:
+            self._publish(version)
+            live_at = time.monotonic()
+            if self._on_live is not None:
+                self._on_live(number)
+        except Exception as error:  # noqa: BLE001 - kept, and raised in the trainer's thread at its next call
+            log.error("publishing version %d failed: %s", number, error)
             with self._changed:
-                self._changed.wait_for(lambda: self._pressure.waiting is not None or self._closing)
-                number = self._pressure.start()
-                if number is None:
-                    return
-                version = self._accepted.pop(number)
-            try:
-                self._publish(version)
-                live_at = time.monotonic()
-                if self._on_live is not None:
-                    self._on_live(number)
-                with self._changed:
-                    self._pressure.went_live(number)
-                    self._times.publish_to_live_s.append(live_at - version.at)
-                    self._changed.notify_all()
-            except Exception as error:  # noqa: BLE001 - kept, and raised in the trainer's thread at its next call
-                log.error("publishing version %d failed: %s", number, error)
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
-                return
+                self._failure = error
+                self._changed.notify_all()
+            return False
+        with self._changed:
+            self._pressure.went_live(number)
+            self._times.publish_to_live_s.append(live_at - version.at)
+            self._changed.notify_all()
+        return True
 
     def _publish(self, version: _Accepted) -> None:
         ref = version.ref

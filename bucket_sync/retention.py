@@ -4,13 +4,18 @@ Kept: what the fleet wants or has in flight, the newest few, every k-th, and the
 holds. What earlier incarnations left goes once it is old. Only version files are ever named, and only exact keys.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from bucket_grpo.bucket_sync.current import check_fence
-from bucket_grpo.bucket_sync.store_contract import ObjectInfo, Store
+from bucket_grpo.bucket_sync.current import Superseded, check_fence
+from bucket_grpo.bucket_sync.proxy_client import ProxyError
+from bucket_grpo.bucket_sync.store_contract import ObjectInfo, Store, StoreError
 from bucket_grpo.bucket_sync.vocabulary import check_run_name, parse_version_key
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Janitor:
     """Carries the policy out for one run.
 
     Args:
-        wanted: asks the proxy for the keys that must stay; if it raises, nothing is deleted.
+        wanted: asks the proxy for the keys that must stay (`ProxyClient.wanted`); if it raises, nothing is deleted.
     """
 
     def __init__(
@@ -113,3 +118,30 @@ class Janitor:
         self._store.delete(keys)
         self.deleted += len(keys)
         return keys
+
+
+class RetentionThread:
+    """Sweeps every `interval_s` seconds until closed; a sweep that fails is logged, counted and tried again."""
+
+    def __init__(self, janitor: Janitor, interval_s: float = 60.0) -> None:
+        self._janitor = janitor
+        self._interval_s = interval_s
+        self._closing = threading.Event()
+        self.failures = 0
+        self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float = 30.0) -> None:
+        self._closing.set()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            try:
+                self._janitor.sweep()
+            except Superseded as error:
+                log.info("retention ends: %s", error)
+                return
+            except (StoreError, ProxyError) as error:
+                self.failures += 1
+                log.warning("retention failed (%d times so far), nothing depends on it: %s", self.failures, error)

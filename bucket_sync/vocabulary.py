@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 RUN_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")
 INCARNATION = re.compile(r"\d{8}t\d{6}z-[0-9a-f]{6}\Z")
+SERVED_NAME = re.compile(r"(?P<run>.+)-(?P<incarnation>\d{8}t\d{6}z-[0-9a-f]{6})-v(?P<number>\d+)\Z")
 VERSION_KEY = re.compile(r"(?P<run>[^/]+)/(?P<incarnation>[^/]+)/v(?P<number>\d{6,})\.safetensors\Z")
 
 CURRENT_FILE = "current.json"
@@ -108,6 +109,14 @@ class VersionRef(BaseModel):
 
 def served_name(run: str, incarnation: str, number: int) -> str:
     return f"{run}-{incarnation}-v{number}"
+
+
+def parse_served_name(name: str) -> tuple[str, str, int]:
+    """`(run, incarnation, number)` of a name that vLLM serves a version under; `ValueError` for anything else."""
+    match = SERVED_NAME.match(name)
+    if not match or served_name(match["run"], match["incarnation"], int(match["number"])) != name:
+        raise ValueError(f"{name!r} is not the served name of a version")
+    return check_run_name(match["run"]), match["incarnation"], int(match["number"])
 
 
 def parse_version_key(key: str) -> tuple[str, str, int]:

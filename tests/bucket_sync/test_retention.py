@@ -1,3 +1,4 @@
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -6,8 +7,8 @@ from hypothesis import strategies as st
 
 from bucket_grpo.bucket_sync.current import claim
 from bucket_grpo.bucket_sync.publisher import Superseded
-from bucket_grpo.bucket_sync.retention import Janitor, RetentionRules, plan_retention
-from bucket_grpo.bucket_sync.stores import MountedStore, ObjectInfo
+from bucket_grpo.bucket_sync.retention import Janitor, RetentionRules, RetentionThread, plan_retention
+from bucket_grpo.bucket_sync.stores import MountedStore, ObjectInfo, StoreError
 from bucket_grpo.bucket_sync.vocabulary import parse_version_key, version_key
 
 NOW = datetime(2026, 11, 30, 18, tzinfo=UTC)
@@ -96,6 +97,29 @@ def test_a_sweep_deletes_exactly_what_was_planned_and_is_fenced(tmp_path):
     claim(store, "run", NEWER)
     with pytest.raises(Superseded):
         janitor.sweep()
+
+
+def test_a_thread_sweeps_until_it_is_superseded_and_survives_errors(tmp_path):
+    store = MountedStore(tmp_path)
+    claim(store, "run", MINE)
+    for number in range(1, 9):
+        store.write_once(version_key("run", MINE, number), b"x")
+    failing = iter([StoreError("the mount is away")])
+
+    def wanted() -> set[str]:
+        for error in failing:
+            raise error
+        return set()
+
+    thread = RetentionThread(Janitor(store, "run", MINE, wanted, RetentionRules(window=2)), interval_s=0.02)
+    deadline = time.monotonic() + 5
+    while len(store.list(f"run/{MINE}/")) > 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (numbers(info.key for info in store.list(f"run/{MINE}/")), thread.failures) == ([7, 8], 1)
+    claim(store, "run", NEWER)
+    thread._thread.join(5)
+    assert not thread._thread.is_alive()
+    thread.close()
 
 
 def test_a_proxy_that_does_not_answer_costs_no_version(tmp_path):
