@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
 from bucket_grpo.bucket_sync.wire import VersionLiveness
@@ -59,7 +60,13 @@ def build_app(config: ProxyConfig, secrets: Secrets) -> Gate:
     _add_trl_routes(app, service, info)
     _add_own_routes(app, service)
     _add_error_shapes(app)
-    return Gate(app, Completions(service), api_key=secrets.api_key, max_header_bytes=config.max_header_bytes)
+    return Gate(
+        app,
+        Completions(service),
+        api_key=secrets.api_key,
+        max_header_bytes=config.max_header_bytes,
+        max_body_bytes=config.max_body_bytes,
+    )
 
 
 def _add_trl_routes(app: FastAPI, service: Service, info: ServerInfo) -> None:
@@ -172,8 +179,8 @@ def _add_error_shapes(app: FastAPI) -> None:
     def shaped(status: int, reason: str) -> JSONResponse:
         return JSONResponse({"error": {"message": reason, "code": status}}, status_code=status)
 
-    @app.exception_handler(HTTPException)
-    async def refused(_request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(_request: Request, error: StarletteHTTPException) -> JSONResponse:
         return shaped(error.status_code, str(error.detail))
 
     @app.exception_handler(RequestValidationError)

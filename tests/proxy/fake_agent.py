@@ -152,6 +152,8 @@ class FakeAgent:
             if body["model"] != self.base_model and (known is None or known.state is not VersionState.READY):
                 return web.json_response({"error": {"message": "not ready"}}, status=404)
             await asyncio.sleep(self.delay_s)
+            if not isinstance(body.get("seed", 0), int | None):
+                return web.json_response({"error": {"message": "seed is not a number"}}, status=400)
             self.served.append(body)
             self.generated += 4
             if body.get("stream"):
