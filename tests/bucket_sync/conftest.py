@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from peft_folders import write_adapter
 
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.…`, also where pytest is not started as a module
@@ -14,6 +15,9 @@ from tests.emulator.hubs import RunningHub, running_hub
 
 OUTER_HUB = "BUCKET_GRPO_TEST_HUB"
 count = itertools.count()
+
+settings.register_profile("no deadline", deadline=None)  # two shared cores may stop anything for a moment
+settings.load_profile("no deadline")
 
 
 @pytest.fixture
