@@ -43,9 +43,8 @@ class ObjectStore:
     def __init__(self, root: Path, database: Database) -> None:
         self._folder = root / "xorbs"
         self._folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in self._folder.glob("*/.upload-*"):
-            unfinished.unlink()
         self._database = database
+        self._clear_unfinished()
         self._load_chunks = lru_cache(maxsize=512)(self._read_chunks)
 
     def put_xorb(self, name: str, data: bytes) -> bool:
@@ -153,6 +152,13 @@ class ObjectStore:
         for name in dead:
             self._path(name).unlink(missing_ok=True)
         return len(dead)
+
+    def _clear_unfinished(self) -> None:
+        """Remove what a killed server was still writing, or had written but not yet noted."""
+        known = {name for (name,) in self._database.rows("SELECT hash FROM xorbs")}
+        for path in self._folder.glob("*/*"):
+            if path.name not in known:
+                path.unlink()
 
     def _read_chunks(self, name: str) -> list[Chunk]:
         row = self._database.row("SELECT chunks FROM xorbs WHERE hash = ?", name)

@@ -117,6 +117,14 @@ def test_the_hf_command_syncs_copies_lists_and_deletes(
     assert client.hf("buckets", "info", bucket, check=False).returncode != 0
 
 
+def test_uploads_go_through_the_cas_even_with_xet_disabled(
+    hub: RunningHub, client: ReleasedClient, bucket: str
+) -> None:
+    without = ReleasedClient(client.python, client.environment | {"HF_HUB_DISABLE_XET": "1"})
+    without.run("api.batch_bucket_files(sys.argv[1], add=[(os.urandom(1000), 'a')])", bucket)
+    assert hub.paths(bucket) == ["a"]
+
+
 def test_the_hf_command_knows_who_it_is(client: ReleasedClient) -> None:
     assert "me" in client.hf("auth", "whoami").stdout
 

@@ -89,6 +89,22 @@ def test_another_store_on_the_same_folder_has_it_all(store: ObjectStore, databas
     assert b"".join(again.read(file)) == WHOLE
 
 
+def test_what_a_killed_server_left_half_done_is_cleared_at_the_start(
+    store: ObjectStore, database: Database, tmp_path: Path
+) -> None:
+    name = put_file(store)
+    _, (xorb, data), _ = pack_file([b"written but not noted"])
+    folder = tmp_path / "xorbs" / xorb[:2]
+    folder.mkdir(exist_ok=True)
+    (folder / xorb).write_bytes(data)
+    (folder / ".upload-half").write_bytes(data[:10])
+    again = ObjectStore(tmp_path, database)
+    assert len(list((tmp_path / "xorbs").rglob("*/*"))) == 1
+    file = again.file(name)
+    assert file is not None
+    assert b"".join(again.read(file)) == WHOLE
+
+
 def test_garbage_is_what_no_bucket_names_and_old_enough(store: ObjectStore, database: Database) -> None:
     kept, dropped, waiting = put_file(store), put_file(store, [b"dropped"]), put_file(store, [b"waiting"])
     with database.transaction() as connection:

@@ -78,7 +78,6 @@ def test_a_killed_server_has_everything_that_it_acknowledged(tmp_path: Path) -> 
         # Also what was committed without an answer must be whole.
         for path in shown:
             assert reader.read(path) == content_of(path)
-        assert not list((tmp_path / "hub" / "xorbs").rglob("*/.upload-*")), "unfinished uploads are cleared at start"
     finally:
         hub.stop()
 

@@ -263,6 +263,8 @@ def test_resolve_gives_metadata_to_a_head_and_a_signed_url_to_a_get(me: Caller, 
     assert head.links["xet-auth"]["url"] == "http://hub.test/api/buckets/me/b/xet-read-token"
     found = me("GET", path)
     assert found.status_code == 302
+    bridge = client.head(found.headers["Location"])
+    assert (bridge.status_code, bridge.headers["Content-Length"]) == (200, "10")
     # The signature is all that the redirect's target asks for: a client must not carry its token there.
     assert client.get(found.headers["Location"]).content == b"0123456789"
     assert client.get(found.headers["Location"] + "0").status_code == 403
