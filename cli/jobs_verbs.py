@@ -55,6 +55,9 @@ def launch(
     network: Annotated[str | None, typer.Option(help="exposed (default) or private")] = None,
     schedule_timeout: Annotated[str | None, typer.Option(help="longest wait for a machine, such as 15m")] = None,
     alert: Annotated[str | None, typer.Option(help="webhook or command that is told why a run was ended")] = None,
+    max_usd: Annotated[float | None, typer.Option(help="end the run, with a checkpoint, when it has cost this")] = None,
+    no_progress: Annotated[str | None, typer.Option(help="end it after so long without a step, such as 15m")] = None,
+    script: Annotated[Path | None, typer.Option(help="a TRL script of your own, run instead of our trainer")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a run as Hugging Face Jobs: N vLLM jobs, one trainer job, and one bucket between them."""
@@ -67,7 +70,18 @@ def launch(
         except (RunFileError, OSError) as error:
             raise UserError(str(error)) from error
         flags = LaunchFlags(
-            bucket, namespace, replicas, trainer_flavor, vllm_flavor, timeout, network, schedule_timeout, alert
+            bucket=bucket,
+            namespace=namespace,
+            replicas=replicas,
+            trainer_flavor=trainer_flavor,
+            vllm_flavor=vllm_flavor,
+            timeout=timeout,
+            network=network,
+            schedule_timeout=schedule_timeout,
+            alert=alert,
+            max_usd=max_usd,
+            no_progress=no_progress,
+            script=script,
         )
         base = run_file.resolve().parent
         if dry_run:

@@ -44,6 +44,9 @@ class LaunchFlags:
     network: str | None = None
     schedule_timeout: str | None = None
     alert: str | None = None
+    max_usd: float | None = None
+    no_progress: str | None = None
+    script: Path | None = None
 
     def apply(self, run_file: "RunFile") -> "RunFile":
         jobs = run_file.jobs.model_dump(exclude_unset=True)
@@ -61,7 +64,9 @@ class LaunchFlags:
             # Measured on other hardware: it says nothing about this one.
             jobs.pop("expected_hours", None)
             jobs.pop("expected_hours_source", None)
-        return run_file.model_copy(update={"jobs": type(run_file.jobs).model_validate(jobs)})
+        wishes = {"max_usd": self.max_usd, "no_progress": self.no_progress}
+        budget = run_file.budget.model_copy(update={key: value for key, value in wishes.items() if value is not None})
+        return run_file.model_copy(update={"jobs": type(run_file.jobs).model_validate(jobs), "budget": budget})
 
 
 def plan_launch(
@@ -71,6 +76,8 @@ def plan_launch(
     run_file = flags.apply(run_file)
     bucket = flags.bucket or run_file.bucket or f"{BUCKET_URL}{flags.namespace or default_namespace}/{DEFAULT_BUCKET}"
     files = local_files(run_file.reward_funcs, run_file.dataset_name, base)
+    if flags.script is not None:
+        files |= local_files([str(flags.script.resolve())], None, base)
     needs = needs_of(
         run_file,
         bucket=bucket,
@@ -84,6 +91,7 @@ def plan_launch(
         version(),
         namespace=flags.namespace,
         files={name: path.name for name, path in files.items()},
+        script=str(flags.script.resolve()) if flags.script else None,
     )
     return plan, run_file.dump(), files
 

@@ -5,7 +5,8 @@ Everything that it needs to know lies in the bucket, which is mounted at `--moun
 
 import argparse
 import json
-import os
+import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 from bucket_grpo.bucket_sync.store_contract import StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.jobs.hub import HubProblem
+from bucket_grpo.jobs.log_copy import LogCopy
 from bucket_grpo.jobs.plan import Plan
 from bucket_grpo.jobs.travel import read_plan
+
+LOG_EVERY_S = 0.5
 
 
 def scratch_folder(plan: Plan, part: str) -> Path:
@@ -22,18 +26,29 @@ def scratch_folder(plan: Plan, part: str) -> Path:
 
 
 def run_replica(plan: Plan, part: str, mount: Path, port: int) -> int:
-    """Become the agent: it supervises vLLM, and ends the job when the run is over."""
+    """Run the agent, which supervises vLLM and ends the job when the run is over, and show vLLM's log as ours."""
     scratch = scratch_folder(plan, part)
     scratch.mkdir(parents=True, exist_ok=True)
-    spec = plan.agent_spec(part, mount, port, scratch)
+    # The emulated Hub has no GPUs, whatever the flavor's name says.
+    spec = plan.agent_spec(part, mount, port, scratch, gpu=Path("/dev/nvidiactl").exists())
     if plan.needs.model.startswith("builtin:"):
         from bucket_grpo.trainer.tiny_model import resolve_model
 
         spec["model"] = resolve_model(plan.needs.model)
     config = scratch / "agent.json"
     config.write_text(json.dumps(spec, indent=1))
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "bucket_grpo.inference", "--config", str(config)])
+    agent = subprocess.Popen([sys.executable, "-m", "bucket_grpo.inference", "--config", str(config)])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: agent.terminate())
+    log = LogCopy()
+    while True:
+        try:
+            status = agent.wait(LOG_EVERY_S)
+        except subprocess.TimeoutExpired:
+            log.copy(sorted((scratch / "logs").glob("*.log")))
+            continue
+        log.copy(sorted((scratch / "logs").glob("*.log")))
+        return status if status >= 0 else 128 - status
 
 
 def run_trainer(plan: Plan, mount: Path, port: int) -> int:

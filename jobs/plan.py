@@ -205,9 +205,8 @@ class Plan:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def agent_spec(self, part: str, mount: Path, port: int, scratch: Path) -> dict[str, Any]:
+    def agent_spec(self, part: str, mount: Path, port: int, scratch: Path, *, gpu: bool) -> dict[str, Any]:
         """The agent's configuration inside its job, where the bucket is mounted at `mount`."""
-        on_cpu = self.needs.jobs.vllm.flavor.startswith("cpu")
         args = {key.replace("_", "-"): value for key, value in self.needs.jobs.vllm.args.items()}
         spec: dict[str, Any] = {
             "replica": part,
@@ -216,7 +215,7 @@ class Plan:
             "model": self.needs.model,
             "served_model_name": self.needs.model,
             "dtype": self.needs.dtype,
-            "device": "cpu" if on_cpu else "cuda",
+            "device": "cuda" if gpu else "cpu",
             "run": self.run,
             "bucket": str(mount),
             "bucket_fallback": self.needs.bucket,

@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from bucket_grpo.bucket_sync.checkpoints import CheckpointRejected
 from bucket_grpo.bucket_sync.current import Superseded
 from bucket_grpo.bucket_sync.store_contract import StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.jobs.budget import BudgetWatch
+from bucket_grpo.jobs.checkpoint_carrier import CheckpointCarrier, bring_back
 from bucket_grpo.jobs.fleet import FleetWatch
 from bucket_grpo.jobs.hardware import EXPOSED_USD_PER_HOUR
 from bucket_grpo.jobs.hub import HubProblem, JobsHub, running_usd
 from bucket_grpo.jobs.labels import VLLM
 from bucket_grpo.jobs.launch import cancel_jobs, close_run, secrets_for
+from bucket_grpo.jobs.log_copy import LogCopy
 from bucket_grpo.jobs.plan import Cost, Plan
 from bucket_grpo.jobs.settings import seconds
 from bucket_grpo.jobs.travel import read_plan, unpack
@@ -68,6 +71,8 @@ class Steward:
         self.fleet = FleetWatch(plan)
         self.budget = BudgetWatch(plan.needs.budget, self.cost.usd_per_hour)
         self.metrics = Follower(self.run_dir / "metrics.jsonl")
+        self.carrier = CheckpointCarrier(self.store, plan.run, plan.incarnation, scratch / "trl")
+        self._logs = [scratch / "logs" / name for name in ("supervisor.log", "trainer.log")]
         self.last: dict[str, Any] = {}
         self.urls: list[str] = []
         self.told: list[str] = []
@@ -83,7 +88,7 @@ class Steward:
             run_file = unpack(self.store, self.plan, self.run_dir)
             if self._wait_for_replica():
                 status = self._train(run_file)
-        except (HubProblem, StoreError, Superseded, ValueError, OSError) as error:
+        except (HubProblem, StoreError, CheckpointRejected, Superseded, ValueError, OSError) as error:
             self.why = str(error)
             print(f"bucket-grpo trainer: {error}", file=sys.stderr, flush=True)
         finally:
@@ -108,20 +113,24 @@ class Steward:
     def _train(self, run_file: Path) -> int:
         """Start the training and keep house until it ends; its exit status."""
         config = self._write_job(run_file)
+        command = [sys.executable, "-m", "bucket_grpo.trainer", "--config", str(config)]
+        if self.plan.script is not None:
+            script = self.run_dir / "files" / self.plan.files[self.plan.script]
+            command[2:3] = ["bucket_grpo.jobs.script_trainer", "--script", str(script)]
         training = spawn(
-            [sys.executable, "-m", "bucket_grpo.trainer", "--config", str(config)],
+            command,
             name="trainer",
             log_path=self.run_dir / "logs" / "supervisor.log",
-            env=dict(os.environ),
+            # A progress bar is one endless line in a job's log.
+            env={**os.environ, "TQDM_DISABLE": "1"},
         )
-        log = _LogCopy([self.run_dir / "logs" / "supervisor.log", self.run_dir / "logs" / "trainer.log"])
+        log = LogCopy()
         next_look = next_status = 0.0
         stop_by: float | None = None
         while training.poll() is None:
             now = time.monotonic()
-            log.copy()
-            for row in self.metrics.new():
-                self.last |= row
+            log.copy(self._logs)
+            self._read_metrics()
             if now >= next_look:
                 next_look = now + LOOK_S
                 self._keep_house()
@@ -139,14 +148,21 @@ class Steward:
             time.sleep(POLL_S)
         return self._training_ended(training, log)
 
-    def _training_ended(self, training: Child, log: "_LogCopy") -> int:
+    def _training_ended(self, training: Child, log: LogCopy) -> int:
         status = training.stop(5)
-        log.copy()
-        for row in self.metrics.new():
-            self.last |= row
+        log.copy(self._logs)
+        self._read_metrics()
+        self.carrier.look(ended=True)
+        print(f"checkpoints in the bucket: steps {self.carrier.close() or 'none'}", flush=True)
         if self.why is not None and not self.asked_to_stop:
             return BUDGET_STATUS
         return status if status >= 0 else 128 - status
+
+    def _read_metrics(self) -> None:
+        for row in self.metrics.new():
+            self.last |= row
+            if "reward" in row:
+                print(f"step {row['step']} of {self.plan.needs.max_steps}: reward {row['reward']:.4f}", flush=True)
 
     def _write_job(self, run_file: Path) -> Path:
         from bucket_grpo.trainer.job import TrainerJob
@@ -159,11 +175,22 @@ class Steward:
             bucket=str(self.mount),
             confirm=self.plan.needs.bucket,
             replicas=self.urls,
+            # TRL's own scripts look for a server at localhost:8000, and load their adapters by path.
+            proxy_port=0 if self.plan.script is None else self.port,
+            sync="deferred" if self.plan.script is None else "blocking",
+            resume_from=self._checkpoint(),
             server_timeout_s=seconds(self.plan.needs.jobs.schedule_timeout) + 600,
         ).write(self.run_dir / "trainer.json")
 
+    def _checkpoint(self) -> Path | None:
+        """Where training goes on from, for a resumed run."""
+        if self.plan.resumes is None:
+            return None
+        return bring_back(self.store, self.plan.run, self.run_dir / "resumed-from")
+
     def _keep_house(self) -> None:
         """One look at the fleet. A Hub that does not answer now is asked again at the next look."""
+        self.carrier.look()
         try:
             self._look()
         except HubProblem as error:
@@ -263,26 +290,6 @@ class Steward:
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.asked_to_stop = True
-
-
-class _LogCopy:
-    """Copies what is new in log files to our own output, which is the job's log on the Hub."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._offsets = dict.fromkeys(paths, 0)
-
-    def copy(self) -> None:
-        for path, offset in self._offsets.items():
-            if not path.exists():
-                continue
-            with open(path, "rb") as file:
-                file.seek(offset)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] += len(whole)
-            if whole:
-                sys.stdout.write(whole.decode(errors="replace"))
-                sys.stdout.flush()
 
 
 def result_files(run_dir: Path) -> list[Path]:
