@@ -229,6 +229,26 @@ def test_a_busy_hub_is_asked_again(hub: RunningHub, client: ReleasedClient, buck
     assert hub.paths(bucket) == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "tried_again"),
+    [
+        ("/cas/*/xorbs/*", 429, True),
+        ("/cas/*/shards", 503, True),
+        ("*/xet-write-token", 503, True),
+        ("/cas/*/xorbs/*", 401, False),
+        ("*/xet-write-token", 401, False),
+    ],
+)
+def test_the_xet_client_asks_a_busy_cas_again_and_gives_up_on_a_refusal(
+    hub: RunningHub, bucket: str, tmp_path: Path, path: str, status: int, tried_again: bool
+) -> None:
+    hub.add_fault(kind="status", status=status, path=path)
+    upload = "api.batch_bucket_files(sys.argv[1], add=[(os.urandom(1000), 'a')])"
+    done = client_of("1", hub, tmp_path / "home").run(upload, bucket, check=False)
+    assert (done.returncode == 0) == tried_again, done.stderr
+    assert hub.paths(bucket) == (["a"] if tried_again else [])
+
+
 def test_a_lost_answer_leads_to_the_same_commit_twice(hub: RunningHub, client: ReleasedClient, bucket: str) -> None:
     hub.add_fault(kind="lose_answer", path=f"*{bucket}/batch")
     client.run("api.batch_bucket_files(sys.argv[1], add=[(b'x', 'a')], delete=['b'])", bucket)
