@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -205,7 +206,7 @@ def scale(found: Found, replicas: int, say: Callable[[str], None]) -> None:
 def resume(found: Found, *, wait: str, say: Callable[[str], None]) -> tuple[Plan, int]:
     """`resume`: a new incarnation with the old one's plan and files; what still runs of the old one is ended first."""
     old = found.plan
-    plan = replace(old, incarnation=mint_incarnation(), resumes=old.incarnation)
+    plan = replace(old, incarnation=later_incarnation(old.incarnation), resumes=old.incarnation)
     for part in cancel_jobs(found.hub, run=old.run):
         say(f"{part} of incarnation {old.incarnation}: cancelled")
     packed = {f"{plan.launch_folder}{PLAN_FILE}": plan.dump()}
@@ -218,6 +219,12 @@ def resume(found: Found, *, wait: str, say: Callable[[str], None]) -> tuple[Plan
     with signals_end():
         launch.start(packed)
         return plan, _after_start(launch, wait)
+
+
+def later_incarnation(old: str) -> str:
+    """A new incarnation that sorts after `old`, also within its second, or where the machine that minted it was ahead."""
+    minted = datetime.strptime(old.partition("-")[0], "%Y%m%dt%H%M%Sz").replace(tzinfo=UTC)
+    return mint_incarnation(max(datetime.now(UTC), minted + timedelta(seconds=1)))
 
 
 def _await_end(launch: Launch) -> None:

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
+from bucket_grpo.jobs.actions import later_incarnation
 from bucket_grpo.jobs.budget import BudgetWatch
 from bucket_grpo.jobs.fleet import MAX_STARTS, MISSING_LOOKS, FleetWatch, replica_url
 from bucket_grpo.jobs.hardware import DOCUMENTED_FLAVORS, UnknownFlavor, documented_prices, prices_from
@@ -144,3 +146,8 @@ def test_the_users_files_travel_and_missing_ones_are_named(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"gone\.py"):
         local_files(["gone.py:f"], None, tmp_path)
     assert local_files([], "sail/Sanity-Test-R1D-1.5B", tmp_path) == {}
+
+
+def test_a_resumed_run_sorts_after_the_one_before_whatever_the_clocks_say() -> None:
+    for old in (mint_incarnation(), "29991231t235958z-ffffff"):
+        assert later_incarnation(old) > old
