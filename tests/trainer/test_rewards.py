@@ -280,3 +280,41 @@ def test_a_column_that_a_function_needs_is_missed_before_anything_is_generated(t
 def test_no_failure_is_hidden_from_someone_who_scores_directly(sometimes: GuardedReward) -> None:
     with pytest.raises(RewardFailed, match="ZeroDivisionError"):
         sometimes.score(said("a"), [[]], [[]], gold=["raise"])
+
+
+def test_trl_trains_nothing_on_a_group_whose_reward_failed(sometimes: GuardedReward) -> None:
+    import asyncio
+    import math
+
+    from accelerate.state import PartialState
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, TrainingSequence, _AsyncRolloutLoop
+    from trl.trainer.utils import get_callable_name
+
+    PartialState(cpu=True)
+    loop = object.__new__(_AsyncRolloutLoop)
+    loop.reward_funcs = [sometimes]
+    loop.reward_func_names = [get_callable_name(sometimes)]
+    loop._env_reward_types = []
+
+    def scored(gold: list[str]) -> list[tuple[float, float]]:
+        group = RolloutGroup(
+            prompts=[[{"role": "user", "content": "?"}]] * 2,
+            reward_kwargs={"gold": gold},
+            completions=said("a", "b"),
+            completions_ids=[[1], [2]],
+            completions_sequences=[[TrainingSequence([1], [1], [0.0], "r")]] * 2,
+            tool_call_counts=[0, 0],
+            tool_failure_counts=[0, 0],
+            model_version=1,
+            group_id=0,
+            env_rewards=[None, None],
+            rollout_rewards=[None, None],
+        )
+        samples = asyncio.run(loop._score_group(group))
+        return [(sample.advantage, sample.metrics["rewards/sometimes"]) for sample in samples]
+
+    assert scored(["fine", "fine"]) == [(0.0, 1.0)] * 2
+    for trouble in ("hang", "raise"):
+        failed = scored([trouble] * 2)
+        assert [advantage for advantage, _ in failed] == [0.0, 0.0]
+        assert all(math.isnan(reward) for _, reward in failed)
