@@ -222,7 +222,7 @@ def resume(found: Found, *, wait: str, say: Callable[[str], None]) -> tuple[Plan
 
 
 def later_incarnation(old: str) -> str:
-    """A new incarnation that sorts after `old`, also within its second, or where the machine that minted it was ahead."""
+    """A new incarnation that sorts after `old`, also within its second, and where its machine's clock was ahead."""
     minted = datetime.strptime(old.partition("-")[0], "%Y%m%dt%H%M%Sz").replace(tzinfo=UTC)
     return mint_incarnation(max(datetime.now(UTC), minted + timedelta(seconds=1)))
 
