@@ -8,8 +8,10 @@ import asyncio
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from bucket_grpo.bucket_sync.stores import StoreError, open_store
@@ -63,7 +65,24 @@ def main() -> int:
     except OSError as error:
         print(f"bucket-grpo agent: cannot listen on {spec.host}:{spec.port}: {error.strerror}", file=sys.stderr)
         return PORT_IN_USE
-    return asyncio.run(run_replica(spec, listener, token))
+    with asyncio.Runner(loop_factory=fast_loop()) as runner:
+        return runner.run(until_signalled(spec, listener, token))
+
+
+async def until_signalled(spec: ReplicaSpec, listener: socket.socket, token: str | None) -> int:
+    asked = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, asked.set)
+    return await run_replica(spec, listener, token, asked)
+
+
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed (it is not on Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 if __name__ == "__main__":

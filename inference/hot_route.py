@@ -113,7 +113,7 @@ class HotRoute:
             if answering:
                 raise  # the server closes the connection: the client must not take half an answer for a whole one
             reason = self._board.engine_reason or str(error)
-            await send_error(send, 503, f"engine_{self._board.engine}", f"vLLM did not answer: {reason}")
+            await send_error(send, 503, "engine_lost", f"vLLM did not answer: {reason}")
 
 
 def model_of(body: bytes) -> str:

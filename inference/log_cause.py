@@ -91,10 +91,10 @@ def exception_in(text: str) -> str | None:
 
 
 def _with_details(line: str, following: list[str]) -> str:
-    """pydantic and transformers put what matters on the lines after the exception's own."""
+    """pydantic puts what matters on the lines after the exception's own, indented."""
     details = []
     for more in following:
-        if not more.strip() or _EXCEPTION.match(more) or more.startswith(("Traceback", "The above", "During")):
+        if not more.startswith("  ") or not more.strip():
             break
         details.append(more.strip())
     return " ".join([line.strip(), *details])[:600]

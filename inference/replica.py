@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -32,20 +31,17 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run_replica(spec: ReplicaSpec, listener: socket.socket, token: str | None) -> int:
-    """Serve on `listener` until SIGTERM, the end of the run, or the engine's last death; returns the exit status."""
+async def run_replica(spec: ReplicaSpec, listener: socket.socket, token: str | None, asked: asyncio.Event) -> int:
+    """Serve on `listener` until `asked` to stop, the run's end, or the engine's last death; returns the exit status."""
     store = open_store(spec.bucket)
     fallback = None if spec.bucket_fallback is None else open_store(spec.bucket_fallback)
     stager = Stager(store, fallback, spec.staging_dir, spec.served_model_name)
     stager.keep_only([])  # what an agent that died left behind
     board = Board(spec.replica, spec.served_model_name, spec.dtype)
-    asked = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, asked.set)
     # Control calls must not wait for one of the many connections that completions hold.
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as hot,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=16)) as control,
+        aiohttp.ClientSession(connector=connector(limit=0)) as hot,
+        aiohttp.ClientSession(connector=connector(limit=16)) as control,
     ):
         supervisor = Supervisor(spec, board, control)
         agent = Agent(board, supervisor, hot, token)
@@ -96,6 +92,12 @@ async def drain(agent: Agent, board: Board, grace_s: float, reason: str) -> None
         async with asyncio.timeout(grace_s):
             while board.in_flight.total():
                 await asyncio.sleep(0.05)
+
+
+def connector(limit: int) -> aiohttp.TCPConnector:
+    """At most `limit` connections to vLLM (0: no limit). vLLM closes idle ones after 5 s, and a request that is sent at
+    that moment would fail, so ours are closed before."""
+    return aiohttp.TCPConnector(limit=limit, keepalive_timeout=3.0)
 
 
 def say(spec: ReplicaSpec, message: str) -> None:

@@ -173,6 +173,8 @@ def command_line(spec: ReplicaSpec, vllm_port: int) -> list[str]:
         "logprobs-mode": "processed_logprobs",
         # The model's own generation config would change temperature and top_p behind the trainer's back.
         "generation-config": "vllm",
+        # One line for each completion would be most of the log, and hide why vLLM died.
+        "disable-uvicorn-access-log": True,
     }
     if spec.max_model_len is not None:
         flags["max-model-len"] = spec.max_model_len

@@ -1,10 +1,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from replicas import FAKE_COMMAND, Bucket, Replica, running_replica
+from replicas import Bucket, Replica, replica_in_thread
 
 
 @pytest.fixture
@@ -24,12 +23,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path, bucket: Bucket, script: Path) -> Callable[..., AbstractContextManager[Replica]]:
     """`with start(…spec fields…) as replica` runs the real agent over the fake vLLM."""
-
-    def start_one(**options: Any) -> AbstractContextManager[Replica]:
-        options = {"model": "fake/model", "vllm_command": FAKE_COMMAND, **options}
-        return running_replica(tmp_path, bucket.root, env={"FAKE_VLLM": str(script)}, **options)
-
-    return start_one
+    return lambda **changes: replica_in_thread(tmp_path, bucket.root, script, **changes)
 
 
 @pytest.fixture
@@ -44,7 +38,6 @@ def idle_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     folder = tmp_path_factory.mktemp("idle")
     for name in ("bucket", "script"):
         (folder / name).mkdir()
-    env = {"FAKE_VLLM": str(folder / "script")}
-    with running_replica(folder, folder / "bucket", env=env, model="fake/model", vllm_command=FAKE_COMMAND) as running:
+    with replica_in_thread(folder, folder / "bucket", folder / "script") as running:
         running.wait_for(lambda s: s["engine"] == "ready")
         yield running

@@ -1,13 +1,18 @@
 """A replica as a process (the real agent, with a real or a fake vLLM) and versions for it to serve."""
 
+import asyncio
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +23,10 @@ from safetensors.numpy import save_file
 
 from bucket_grpo.bucket_sync.version_file import Canary, pack_version, verify_version
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
+from bucket_grpo.inference.replica import run_replica
+from bucket_grpo.inference.spec import ReplicaSpec
 from bucket_grpo.runtime.processes import free_port
 
-FAKE_COMMAND = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
 INCARNATION = "20261130t154500z-a1b2c3"
 BASE = "base"
 PROMPT = [2, 3, 4, 12, 5, 16, 7]
@@ -73,9 +79,13 @@ class Bucket:
 
 @dataclass
 class Replica:
-    process: subprocess.Popen[str]
+    """`terminate` asks it to stop, as SIGTERM does; `ended` waits for that and gives the exit status."""
+
     client: httpx.Client
     log_dir: Path
+    terminate: Callable[[], object]
+    ended: Callable[[], int]
+    pid: int
 
     def want(self, *refs: VersionRef) -> dict[str, Any]:
         answer = self.client.put("/agent/wanted", json={"versions": [ref.model_dump() for ref in refs]})
@@ -87,7 +97,7 @@ class Replica:
         answer.raise_for_status()
         return answer.json()
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], object], timeout_s: float = 20.0) -> dict[str, Any]:
+    def wait_for(self, condition: Callable[[dict[str, Any]], object], timeout_s: float = 30.0) -> dict[str, Any]:
         """The first status for which `condition` holds; fails with the last one seen."""
         deadline = time.monotonic() + timeout_s
         status = self.status()
@@ -96,7 +106,7 @@ class Replica:
             status = self.status(after=status["seq"], wait=0.5)
         return status
 
-    def wait_state(self, ref: VersionRef, state: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    def wait_state(self, ref: VersionRef, state: str, timeout_s: float = 30.0) -> dict[str, Any]:
         """That version's status, once it is in `state`."""
         status = self.wait_for(lambda s: s["versions"].get(ref.name, {}).get("state") == state, timeout_s)
         return status["versions"][ref.name]
@@ -105,24 +115,9 @@ class Replica:
         body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "seed": 1, **fields}
         return self.client.post("/v1/completions", json=body)
 
-    def stop(self, timeout_s: float = 40.0) -> tuple[int, str]:
-        """SIGTERM; its exit status and what it wrote to stderr."""
-        self.process.terminate()
-        return self.ended(timeout_s)
 
-    def ended(self, timeout_s: float = 40.0) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, errors
-
-
-@contextlib.contextmanager
-def running_replica(
-    folder: Path, bucket: Path, *, env: Mapping[str, str] | None = None, token: str | None = None, **spec: object
-) -> Iterator[Replica]:
-    port = free_port()
-    config = folder / "agent.json"
-    log_dir = folder / "logs"
-    fields = {
+def spec_for(folder: Path, bucket: Path, port: int, **changes: object) -> dict[str, object]:
+    return {
         "replica": "r0",
         "port": port,
         "served_model_name": BASE,
@@ -130,36 +125,74 @@ def running_replica(
         "run": "demo",
         "bucket": str(bucket),
         "staging_dir": str(folder / "staging"),
-        "log_dir": str(log_dir),
+        "log_dir": str(folder / "logs"),
         "max_lora_rank": 1,
         "max_model_len": 1024,
         "cpu_threads": 1,
-        **spec,
+        **changes,
     }
-    config.write_text(json.dumps(fields))
-    environment = {**os.environ, **(env or {}), **({"BUCKET_GRPO_TOKEN": token} if token else {})}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bucket_grpo.inference", "--config", str(config)],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+
+
+def fake_command(script: Path) -> list[str]:
+    return ["env", f"FAKE_VLLM={script}", sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
+
+
+@contextlib.contextmanager
+def replica_in_thread(
+    folder: Path, bucket: Path, script: Path, *, token: str | None = None, **changes: object
+) -> Iterator[Replica]:
+    """The agent in a thread of this process, over the fake vLLM: starts in a tenth of a process's time."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    fields = spec_for(folder, bucket, port, model="fake/model", vllm_command=fake_command(script), **changes)
+    spec = ReplicaSpec.model_validate(fields)
+    spec.log_dir.mkdir()
+    loop, asked = asyncio.new_event_loop(), asyncio.Event()
+    outcome: Future[int] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(loop.run_until_complete(run_replica(spec, listener, token, asked)))
+        except BaseException as error:  # noqa: BLE001 - raised again by `ended`
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
     headers = {"authorization": f"Bearer {token}"} if token else {}
+    terminate = partial(loop.call_soon_threadsafe, asked.set)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as client:
-            wait_until_listening(client, process)
-            yield Replica(process, client, log_dir)
+            yield Replica(client, spec.log_dir, terminate, partial(outcome.result, 40), os.getpid())
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
+        terminate()
+        thread.join(40)
+        loop.close()
 
 
-def wait_until_listening(client: httpx.Client, process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
+@contextlib.contextmanager
+def replica_process(
+    folder: Path, bucket: Path, *, env: Mapping[str, str] | None = None, **changes: object
+) -> Iterator[Replica]:
+    """`python -m bucket_grpo.inference` as a launcher starts it."""
+    port = free_port()
+    config = folder / "agent.json"
+    config.write_text(json.dumps(spec_for(folder, bucket, port, **changes)))
+    command = [sys.executable, "-m", "bucket_grpo.inference", "--config", str(config)]
+    process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stderr=subprocess.PIPE, text=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            wait_until_listening(client, process)
+            yield Replica(client, folder / "logs", process.terminate, partial(process.wait, 40), process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def wait_until_listening(client: httpx.Client, process: subprocess.Popen[str], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from reference import canary, logprobs, random_adapter
-from replicas import BASE, Bucket, Replica, running_replica
+from replicas import BASE, Bucket, Replica, replica_process
 
 from bucket_grpo.bucket_sync.version_file import pack_version
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
@@ -49,7 +49,7 @@ def refs(versions: Bucket, adapters: dict[int, Path]) -> dict[int, VersionRef]:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path, versions: Bucket) -> Iterator[Replica]:
-    with running_replica(folder, versions.root, model=MODEL, max_model_len=256) as running:
+    with replica_process(folder, versions.root, model=MODEL, max_model_len=256) as running:
         running.wait_for(lambda s: s["engine"] == "ready", START_S)
         yield running
 
@@ -150,7 +150,7 @@ def test_a_killed_engine_process_is_named_replaced_and_has_its_versions_back(
 
 
 def engine_process(replica: Replica) -> psutil.Process:
-    below = psutil.Process(replica.process.pid).children(recursive=True)
+    below = psutil.Process(replica.pid).children(recursive=True)
     return next(process for process in below if "EngineCore" in process.name() + " ".join(process.cmdline()))
 
 
@@ -161,7 +161,7 @@ def test_a_vllm_that_answers_from_the_base_is_found_out(
     lies_about.write_text("-v2$")
     liar = [sys.executable, str(Path(__file__).with_name("base_liar.py"))]
     env = {"BASE_LIAR": str(lies_about)}
-    with running_replica(
+    with replica_process(
         tmp_path, versions.root, env=env, model=MODEL, max_model_len=256, vllm_command=liar
     ) as replica:
         replica.want(*refs.values())

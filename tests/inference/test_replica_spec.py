@@ -36,7 +36,8 @@ def test_the_command_line_for_a_gpu() -> None:
         "--host", "127.0.0.1", "--port", "9000",
         "--model", "Qwen/Qwen2.5-Math-1.5B", "--served-model-name", "Qwen/Qwen2.5-Math-1.5B", "--dtype", "bfloat16",
         "--enable-lora", "--max-lora-rank", "1", "--max-loras", "6", "--max-cpu-loras", "12",
-        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--max-model-len", "4096",
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--disable-uvicorn-access-log",
+        "--max-model-len", "4096",
         "--gpu-memory-utilization", "0.85",
     ]  # fmt: skip
 
@@ -47,7 +48,7 @@ def test_the_command_line_for_a_cpu_never_splits_a_prefill() -> None:
         "--host", "127.0.0.1", "--port", "9000",
         "--model", "/m", "--served-model-name", "Qwen/Qwen2.5-Math-1.5B", "--dtype", "float32",
         "--enable-lora", "--max-lora-rank", "16", "--max-loras", "6", "--max-cpu-loras", "12",
-        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--disable-uvicorn-access-log",
         "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192",
     ]  # fmt: skip
 

@@ -146,13 +146,22 @@ def current(state: str = "running", silent_s: float = 0.0) -> Current:
     return Current(run="r", incarnation="i", state=state, started_at=beat, heartbeat_at=beat)
 
 
+EARLIER = NOW - timedelta(hours=1)
+
+
 def test_a_replica_goes_on_while_its_run_lives() -> None:
-    assert why_ended(current(silent_s=59), 60, 1e6, NOW) is None
-    assert why_ended(None, 60, 59, NOW) is None
+    assert why_ended(current(silent_s=59), 60, EARLIER, NOW) is None
 
 
 def test_a_replica_ends_with_its_run() -> None:
-    assert "finished" in (why_ended(current("finished"), 60, 0, NOW) or "")
-    assert "failed" in (why_ended(current("failed"), 60, 0, NOW) or "")
-    assert "61 s ago" in (why_ended(current(silent_s=61), 60, 0, NOW) or "")
-    assert "no trainer" in (why_ended(None, 60, 61, NOW) or "")
+    assert "finished" in (why_ended(current("finished"), 60, EARLIER, NOW) or "")
+    assert "failed" in (why_ended(current("failed"), 60, EARLIER, NOW) or "")
+    assert "61 s ago" in (why_ended(current(silent_s=61), 60, EARLIER, NOW) or "")
+
+
+def test_a_replica_waits_for_a_trainer_that_starts_later() -> None:
+    just_now = NOW - timedelta(seconds=59)
+    before = current("finished", silent_s=3600)
+    for unclaimed in (None, before):
+        assert why_ended(unclaimed, 60, just_now, NOW) is None
+        assert "no trainer" in (why_ended(unclaimed, 60, NOW - timedelta(seconds=61), NOW) or "")
