@@ -45,19 +45,22 @@ class Replicas(BaseModel):
 def build_app(config: ProxyConfig, secrets: Secrets) -> Gate:
     """The whole proxy as one ASGI app; its service starts and ends with the app's lifespan."""
     service = Service(config, secrets)
-    info = ServerInfo(service)
+    publishing = Publishing(service)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        recovery = asyncio.create_task(publishing.recover(), name="recover")
         try:
             yield
         finally:
+            recovery.cancel()
+            await asyncio.gather(recovery, return_exceptions=True)
             await service.close()
 
     app = FastAPI(title="bucket-grpo proxy", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.service = service
-    _add_trl_routes(app, service, info)
+    _add_trl_routes(app, service, publishing)
     _add_own_routes(app, service)
     _add_error_shapes(app)
     return Gate(
@@ -69,8 +72,8 @@ def build_app(config: ProxyConfig, secrets: Secrets) -> Gate:
     )
 
 
-def _add_trl_routes(app: FastAPI, service: Service, info: ServerInfo) -> None:
-    fleet, publishing = service.fleet, Publishing(service)
+def _add_trl_routes(app: FastAPI, service: Service, publishing: Publishing) -> None:
+    fleet, info = service.fleet, ServerInfo(service)
 
     @app.get("/health")
     async def health() -> Response:

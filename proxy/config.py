@@ -47,6 +47,9 @@ class ProxyConfig(BaseModel):
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     max_header_bytes: int = Field(default=32 << 10, gt=0)
     bucket: str | None = Field(default=None, description="path or hf://buckets/… ; only for scripts that load by path")
+    confirm: str | None = Field(
+        default=None, description="where a version that was written through a mount shows once it is in the bucket"
+    )
     max_staleness: int | None = Field(default=None, ge=1)
 
     @field_validator("run")
