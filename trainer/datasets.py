@@ -15,12 +15,11 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
 from bucket_grpo.trainer.rewards import is_mathematics
-from bucket_grpo.trainer.run_file import RunFile, RunFileError
+from bucket_grpo.trainer.run_file import DATA_SUFFIXES, RunFile, RunFileError
 from bucket_grpo.trainer.tiny_recipe import TERMS, question
 
 logger = logging.getLogger(__name__)
 
-LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 # Where the answer is looked for when the run file names no `gold_column`; a dot goes into a nested field.
 GOLD_COLUMNS = ("gold", "answer", "solution", "ground_truth", "reward_model.ground_truth")
 HELD_OUT_SUMS = 100
@@ -58,7 +57,7 @@ def read_rows(run: RunFile, split: str) -> Dataset:
         return addition(split)
     if name.startswith("builtin:"):
         raise RunFileError(f"dataset_name: unknown built-in dataset {name!r}; there is builtin:addition")
-    if name.endswith(LOCAL_SUFFIXES):
+    if name.endswith(DATA_SUFFIXES):
         path = Path(name).expanduser()
         if not path.is_file():
             raise RunFileError(f"dataset_name: there is no file {path.resolve()}")

@@ -25,6 +25,9 @@ PLACED_BY_US = {
 }
 
 
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -196,12 +199,14 @@ class RunFile(Strict):
 
 
 def _place_files(value: dict[str, Any], folder: Path) -> None:
-    """Files named with `./` or `../` are looked for beside the run file, and known by their whole path from then on."""
+    """Local files are looked for beside the run file, and known by their whole path from then on."""
 
     def placed(name: Any) -> Any:
-        if isinstance(name, str) and name.startswith(("./", "../")):
-            return os.path.normpath(folder / name)
-        return name
+        if not isinstance(name, str):
+            return name
+        file = name.partition(":")[0]
+        local = name.startswith(("./", "../")) or file.endswith((".py", *DATA_SUFFIXES))
+        return os.path.normpath(folder / Path(name).expanduser()) if local else name
 
     for key in ("model_name_or_path", "dataset_name"):
         if key in value:
