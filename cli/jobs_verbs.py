@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from bucket_grpo.cli.verbs import AsJson
 RunName = Annotated[str, typer.Argument(help="name of the run, as in its run file", show_default=False)]
 Namespace = Annotated[str | None, typer.Option(help="user or organization that the jobs belong to; default: you")]
 Bucket = Annotated[str | None, typer.Option(help="hf://buckets/<namespace>/<name>; default: what the run file says")]
+LOCAL_BUCKET = "hf://buckets/me/rl"
 Role = Annotated[str | None, typer.Option(help="trainer or vllm; default: both")]
 
 
@@ -58,6 +60,10 @@ def launch(
     max_usd: Annotated[float | None, typer.Option(help="end the run, with a checkpoint, when it has cost this")] = None,
     no_progress: Annotated[str | None, typer.Option(help="end it after so long without a step, such as 15m")] = None,
     script: Annotated[Path | None, typer.Option(help="a TRL script of your own, run instead of our trainer")] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="on this machine, against an emulated Hub; implies --wait")
+    ] = False,
+    profile: Annotated[str, typer.Option(help="with --local: how mounted buckets behave")] = "hf-mount-2026-09",
     as_json: AsJson = False,
 ) -> None:
     """Start a run as Hugging Face Jobs: N vLLM jobs, one trainer job, and one bucket between them."""
@@ -88,6 +94,9 @@ def launch(
             shown = show_launch(run, flags, base)
             print(json.dumps(shown) if as_json else json.dumps(shown, indent=2))
             return
+        if local:
+            status = _launch_here(run, flags, base, profile)
+            raise typer.Exit(status)
         until = "finished" if wait_ else "posted" if detach else "running"
         plan, status = start(run, flags, base, wait=until, say=say)
     if as_json:
@@ -95,6 +104,23 @@ def launch(
     else:
         say(f"next: bucket-grpo ps {plan.run} · bucket-grpo logs -f {plan.run} · bucket-grpo cancel {plan.run}")
     raise typer.Exit(status)
+
+
+def _launch_here(run: Any, flags: Any, base: Path, profile: str) -> int:
+    """`launch --local`: an emulated Hub, the launch, and the results in `runs/`."""
+    from dataclasses import replace
+
+    from bucket_grpo.jobs.actions import Found, fetch_results, signals_end, start
+    from bucket_grpo.jobs.at_home import USER, emulated_hub
+
+    folder = Path("runs") / f"{run.run_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    folder.mkdir(parents=True)
+    flags = replace(flags, trainer_flavor="cpu-basic", vllm_flavor="cpu-basic", namespace=USER, bucket=LOCAL_BUCKET)
+    with signals_end(), emulated_hub(folder.resolve() / "hub", profile=profile, say=say):
+        plan, status = start(run, flags, base, wait="finished", say=say)
+        files = fetch_results(Found.of(plan), folder)
+    say(f"{len(files)} files in {folder}: next, bucket-grpo report {folder}")
+    return status
 
 
 def ps(

@@ -157,6 +157,10 @@ class Found:
     store: Store
     plan: Plan
 
+    @classmethod
+    def of(cls, plan: Plan) -> "Found":
+        return cls(JobsHub(plan.namespace), open_store(plan.needs.bucket), plan)
+
 
 def find(run: str, *, namespace: str | None, bucket: str | None) -> Found:
     """The newest incarnation of a run. Raises `LookupError` if the Hub knows no job of it."""
