@@ -21,6 +21,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 MAX_BODY_BYTES = 16 * 2**20
+_ANSWERED = ("content-type", "content-length")
 _FORWARDED = frozenset({b"content-type", b"accept", b"x-request-id", b"traceparent"})
 # A completion takes as long as it takes; the supervisor ends an engine that makes no progress, which ends the request.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -94,24 +95,20 @@ class HotRoute:
         client = self._supervisor.client
         url = ("" if client is None else client.base_url) + scope["path"]
         headers = {name.decode(): value.decode() for name, value in scope["headers"] if name in _FORWARDED}
+        headers["accept-encoding"] = "identity"  # the body is handed on byte by byte
         answering = False
         try:
             async with self._session.post(url, data=body, headers=headers, timeout=_TIMEOUT) as response:
-                content_type = response.headers.get("content-type", "application/json").encode()
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": response.status,
-                        "headers": [(b"content-type", content_type)],
-                    }
-                )
+                kept = [(name, response.headers[name].encode()) for name in _ANSWERED if name in response.headers]
+                start = {"type": "http.response.start", "status": response.status}
+                await send({**start, "headers": [(name.encode(), value) for name, value in kept]})
                 answering = True
                 async for chunk in response.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except (aiohttp.ClientError, OSError) as error:
             if answering:
-                raise  # the server closes the connection: the client must not take half an answer for a whole one
+                return  # the server closes the connection, so that nobody takes half an answer for a whole one
             reason = self._board.engine_reason or str(error)
             await send_error(send, 503, "engine_lost", f"vLLM did not answer: {reason}")
 

@@ -122,6 +122,14 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, body: dict) -> None:
         if on("die_on_completion"):
             die("RuntimeError: CPU Generator does not use offset")
+        if on("die_in_the_middle_of_an_answer"):
+            self.send_response(200)
+            self.send_header("content-length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"half": ')
+            self.wfile.flush()
+            time.sleep(0.2)
+            die("RuntimeError: no more words")
         while on("stall"):
             time.sleep(0.05)
         model, prompt = body["model"], body["prompt"]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from replicas import BASE, PROMPT, Bucket, Replica
 
 from bucket_grpo.bucket_sync.version_file import Canary
@@ -55,6 +56,13 @@ def test_requests_to_a_dead_engine_get_its_cause_and_not_connection_refused(repl
     error = replica.complete(BASE).json()["error"]
     assert error["type"].startswith("engine_")
     assert "refused" not in error["message"]
+
+
+def test_half_an_answer_cannot_be_taken_for_a_whole_one(replica: Replica, script: Path) -> None:
+    replica.wait_for(lambda s: s["engine"] == "ready")
+    (script / "die_in_the_middle_of_an_answer").touch()
+    with pytest.raises(httpx.RemoteProtocolError):
+        replica.complete(BASE)
 
 
 def test_gives_up_with_the_cause_after_the_last_allowed_death(start, script: Path) -> None:
