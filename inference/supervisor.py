@@ -22,7 +22,7 @@ from bucket_grpo.runtime.processes import Child, free_port, spawn
 
 POLL_S = 0.1
 SCRAPE_EVERY_S = 1.0
-STABLE_AFTER_S = 30.0
+STABLE_AFTER_S = 10.0
 MAX_BACKOFF_S = 30.0
 STOP_GRACE_S = 10.0
 

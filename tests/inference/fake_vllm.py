@@ -108,9 +108,12 @@ class Handler(BaseHTTPRequestHandler):
         if name in state.adapters:
             self.answer(400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}})
             return
-        slow = said_once("slow_load_once")
+        if said_once("answer_load_late_once"):
+            state.adapters[name] = path
+            time.sleep(1.0)
+        if said_once("load_late_once"):
+            time.sleep(1.0)
         state.adapters[name] = path
-        time.sleep(float(slow or 0))
         self.answer(200, f"Success: LoRA adapter '{name}' added successfully.")
 
     def unload(self, body: dict) -> None:

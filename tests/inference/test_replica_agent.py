@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from replicas import BASE, PROMPT, Bucket, Replica
+from replicas import BASE, PROMPT, Bucket, Replica, write_adapter
 
 
 def calls(script: Path, path: str) -> list[dict]:
@@ -26,6 +26,13 @@ def test_a_wanted_version_becomes_ready_and_is_served_under_its_own_name(
     assert answer.status_code == 200
     assert answer.json()["model"] == ref.name
     assert calls(script, "/v1/completions")[-1]["model"] == ref.name
+
+
+def test_a_version_without_a_canary_is_ready_after_the_probe(replica: Replica, bucket: Bucket, script: Path) -> None:
+    ref = bucket.publish_adapter(write_adapter(bucket.root.parent / "adapter"), 1, canary=None)
+    replica.want(ref)
+    replica.wait_state(ref, "READY")
+    assert {call["lora_name"] for call in calls(script, "/v1/load_lora_adapter")} == {ref.name, "bucket-grpo-probe"}
 
 
 def test_the_base_is_served_under_its_name(idle_replica: Replica) -> None:

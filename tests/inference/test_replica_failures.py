@@ -128,6 +128,22 @@ def test_a_refused_load_is_tried_again_and_counted(replica: Replica, bucket: Buc
     assert status["load_failures"] == 0
 
 
+@pytest.mark.parametrize("lateness", ["answer_load_late_once", "load_late_once"])
+def test_a_load_that_answers_too_late_is_looked_up_and_not_given_up(
+    start, bucket: Bucket, script: Path, monkeypatch: pytest.MonkeyPatch, lateness: str
+) -> None:
+    monkeypatch.setattr("bucket_grpo.inference.vllm_client.LOAD_TIMEOUT_S", 0.3)
+    with start() as replica:
+        replica.wait_for(lambda s: s["engine"] == "ready")
+        (script / lateness).write_text("yes")
+        ref = bucket.publish(1)
+        replica.want(ref)
+        replica.wait_state(ref, "READY")
+        assert replica.complete(ref.name).status_code == 200
+        status = replica.status()
+        assert (status["loads"], status["load_failures"]) == (1, 0)
+
+
 def test_a_load_refused_for_good_fails_with_vllms_own_words(replica: Replica, bucket: Bucket, script: Path) -> None:
     (script / "refuse_load").write_text("Loading lora failed: size mismatch for q_proj")
     ref = bucket.publish(1)
