@@ -16,19 +16,33 @@ Route = Literal["affinity", "cold", "spilled"]
 
 TOKEN_BYTES = 4
 BLOCK_BYTES = 16 * TOKEN_BYTES
-PACE_NOISE = 0.1
+PACE_NOISE = 0.25
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds per token in an empty batch, in effect 1 over a speed: a ratio of two fading sums."""
+
+    fading: float
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.seconds = self.fading * self.seconds + seconds
+        self.tokens = self.fading * self.tokens + tokens
+
+    @property
+    def value(self) -> float:
+        return self.seconds / self.tokens if self.tokens > 0 else 1.0
 
 
 @dataclass(slots=True)
 class Backlog:
-    """One replica's work. `pace` is seconds per token in an empty batch, in effect 1 over its speed.
-
-    `measured` is what it was seen to do; `pace` is that only where it clearly differs from the fleet's.
-    """
+    """One replica's work. `pace` is the fleet's, unless what was `measured` here clearly differs."""
 
     url: str
     pace: float
-    measured: float | None = None
+    measured: Pace = field(default_factory=lambda: Pace(fading=0.95))
     epoch: int = 0
     running: int = 0
     tokens: float = 0.0
@@ -122,10 +136,10 @@ class Router:
         self,
         *,
         prefill_weight: float = 0.05,
-        spill_ratio: float = 1.5,
+        spill_ratio: float = 2.0,
         open_groups: int = 16,
         max_groups: int = 16384,
-        batch_knee: float = 128.0,
+        batch_knee: float = 32.0,
         expected_tokens: float = 256.0,
     ) -> None:
         self._prefill_weight = prefill_weight / TOKEN_BYTES
@@ -133,7 +147,8 @@ class Router:
         self._open_limit, self._max_groups = open_groups, max_groups
         self._expected_tokens = expected_tokens
         self._group_size = 1.0
-        self._pace: float | None = None
+        self._pace = Pace(fading=0.98)
+        self._finished = 0
         self._candidates: Sequence[str] = ()
         self._choice: dict[str, Backlog] = {}
         self._turns: list[Backlog] = []
@@ -182,17 +197,22 @@ class Router:
             return
         prompts = self._versions.get(placement.version)
         if prompts is not None:
-            prompts.expected_tokens += 0.02 * (tokens - prompts.expected_tokens)
+            gain = max(0.02, 1 / (1 + self._finished))
+            prompts.expected_tokens += gain * (tokens - prompts.expected_tokens)
             self._expected_tokens = prompts.expected_tokens
-        self._learn_pace(backlog, seconds / tokens / (1 + beside / self._knee))
+        self._finished += 1
+        alone_s = seconds / (1 + beside / self._knee)
+        self._pace.add(alone_s, tokens)
+        backlog.measured.add(alone_s, tokens)
+        self._judge_pace(backlog)
 
     def forget_replica(self, url: str) -> None:
         """Its cache is gone, and maybe it is another machine now: no group is there any more."""
         backlog = self.backlogs.get(url)
         if backlog is not None:
             backlog.epoch += 1
-            backlog.measured = None
-            backlog.pace = self._pace or 1.0
+            backlog.measured = Pace(fading=0.95)
+            backlog.pace = self._pace.value
 
     def forget_version(self, version: int) -> None:
         """It has retired: none of its prompts will come again."""
@@ -206,17 +226,17 @@ class Router:
     def seconds_for(self, url: str, tokens: int) -> float | None:
         """How long `tokens` would take on a replica with what runs there now; None before anything has finished."""
         backlog = self.backlogs[url]
-        return tokens * backlog.pace * (1 + backlog.running / self._knee) if self._pace is not None else None
+        return tokens * backlog.pace * (1 + backlog.running / self._knee) if self._finished else None
 
-    def _learn_pace(self, backlog: Backlog, pace: float) -> None:
-        if self._pace is None:
-            for other in self.backlogs.values():
-                other.pace = pace
-        self._pace = pace if self._pace is None else self._pace + 0.02 * (pace - self._pace)
-        known = self._pace if backlog.measured is None else backlog.measured
-        backlog.measured = known + 0.05 * (pace - known)
-        noise = abs(backlog.measured - self._pace) < PACE_NOISE * self._pace
-        backlog.pace = self._pace if noise else backlog.measured
+    def _judge_pace(self, backlog: Backlog) -> None:
+        fleet, here = self._pace.value, backlog.measured.value
+        backlog.pace = here if abs(here - fleet) > PACE_NOISE * fleet and backlog.measured.tokens > 0 else fleet
+
+    def _forgive(self, backlog: Backlog) -> None:
+        """An idle replica is not measured any more: what made it slow may have passed, so it is tried now and then."""
+        if backlog.running == 0 and backlog.measured.tokens > 0:
+            backlog.measured.seconds += 0.02 * (self._pace.value - backlog.measured.value) * backlog.measured.tokens
+        self._judge_pace(backlog)
 
     def _cost(self, backlog: Backlog, extra: float = 0.0) -> float:
         """How long a token takes with all this work in the batch; only comparable with another replica's."""
@@ -227,7 +247,7 @@ class Router:
         if candidates is not self._candidates:
             for url in candidates:
                 if url not in self.backlogs:
-                    self.backlogs[url] = Backlog(url, self._pace or 1.0)
+                    self.backlogs[url] = Backlog(url, self._pace.value)
             self._candidates, self._choice = candidates, {url: self.backlogs[url] for url in candidates}
             self._turns = list(self._choice.values())
             self._least = None
@@ -235,6 +255,7 @@ class Router:
     def _least_loaded(self) -> Backlog:
         """Where a new group goes: where each token comes soonest. Of equals each in turn."""
         self._turns.append(self._turns.pop(0))
+        self._forgive(self._turns[0])
         room = self._knee * self._expected_tokens
         least, least_cost = self._turns[0], math.inf
         for backlog in self._turns:

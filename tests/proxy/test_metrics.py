@@ -7,7 +7,7 @@ import pytest
 from fake_agent import FakeAgent
 from proxy_harness import proxy_for
 
-DOCUMENTED = set(re.findall(r"`(bucket_grpo_proxy_\w+)`", Path("docs/metrics.md").read_text()))
+DOCUMENTED = set(re.findall(r"`(bucket_grpo_proxy_\w+)`", (Path(__file__).parents[2] / "docs/metrics.md").read_text()))
 
 
 @pytest.mark.anyio

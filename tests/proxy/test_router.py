@@ -80,9 +80,25 @@ def test_the_next_turn_is_followed_within_a_version_only() -> None:
 
 def test_an_idle_replica_does_not_lure_a_group_away() -> None:
     asker = Asker()
-    for index in range(4):
+    for index in range(2):
         asker.group(prompt_of(index), ("a",))
     assert {placement.url for placement in asker.group(prompt_of(0), TWO)} == {"a"}
+
+
+def test_a_replica_that_was_slow_is_tried_again_after_a_while() -> None:
+    asker = Asker()
+    for index in range(40):
+        asker.group(prompt_of(index))
+        asker.end_all({"a": 0.01, "b": 0.1})
+    owners = [asker.ask(prompt_of(100 + index)).url for index in range(8)]
+    assert owners.count("a") == 8
+    asker.end_all({"a": 0.01, "b": 0.1})
+    for index in range(400):
+        placement = asker.group(prompt_of(200 + index))[0]
+        asker.end_all({"a": 0.01, "b": 0.01})
+        if placement.url == "b":
+            return
+    raise AssertionError("b was never tried again")
 
 
 def test_far_behind_a_group_moves_as_a_whole() -> None:
