@@ -8,8 +8,8 @@ paths-info as confirmation. Replicas are told right after the confirmation, as t
 
 Fields: `mount_p50_s` (hf-mount since September 2026), `mount_old_cache_p50_s` (before: a missing name stays missing for
 30 s, which never hits a replica that does not probe), `naive_old_cache_p50_s` (there, with a replica that polls for the
-file), `hub_p50_s` (no mount), `hub_with_checkpoint_p50_s` (while a checkpoint is being uploaded), and the same with
-`_160mb`.
+file), `hub_p50_s` (no mount), `mount_with_checkpoint_p50_s` and `hub_with_checkpoint_p50_s` (while checkpoints are
+being uploaded through the Hub's API), and the same with `_160mb` behind.
 """
 
 import argparse
@@ -24,8 +24,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 
 from bucket_grpo.bucket_sync.handover import hand_over
@@ -40,7 +42,7 @@ from bucket_grpo.bucket_sync.vocabulary import VersionRef, mint_incarnation
 BASE = "benchmark/base"
 MODULES, WIDTH = 196, 3200  # 28 layers of 7 projections: rank 1 in float32 is 5 MB, rank 32 is 160 MB
 READERS = 2
-KINDS = ("mount", "mount_old_cache", "naive_old_cache", "hub", "hub_with_checkpoint")
+KINDS = ("mount", "mount_with_checkpoint", "mount_old_cache", "naive_old_cache", "hub", "hub_with_checkpoint")
 START_S = 60
 
 
@@ -54,11 +56,21 @@ class Machines:
         self.endpoint = self._start("serve", "--root", str(folder / "hub"), says="serving ")
         tokens = json.loads((folder / "hub" / "tokens.json").read_text())
         self.token: str = tokens["users"][0]["tokens"]["write"]
+        self._admin: str = tokens["admin"]
+        self._buckets: list[HubStore] = []
+
+    def collect_garbage(self) -> None:
+        """Free the disk from what earlier sizes left."""
+        for bucket in self._buckets:
+            bucket.delete([info.key for info in bucket.list("")])
+        url = f"{self.endpoint}/_emulator/garbage?older_than_s=0"
+        httpx.delete(url, headers={"Authorization": f"Bearer {self._admin}"}, timeout=60).raise_for_status()
 
     def bucket(self) -> HubStore:
         self._count += 1
         store = HubStore(f"me/bench-{self._count}", endpoint=self.endpoint, token=self.token)
         store.api.create_bucket(store.bucket_id)
+        self._buckets.append(store)
         return store
 
     def mount(self, bucket: HubStore, profile: str, *, read_only: bool) -> MountedStore:
@@ -201,59 +213,58 @@ def checkpoint_in_flight(store: HubStore, megabytes: int) -> Iterator[None]:
         process.wait()
 
 
-class Figures(dict[str, object]):
-    """The JSON to be; each figure is also printed as it comes."""
+@dataclass
+class Bench:
+    """Adapters of one size through every way; `figures` is the JSON to be, each of them is also printed as it comes."""
 
-    def note(self, name: str, suffix: str, taken: list[float]) -> None:
-        p50, longest = statistics.median(taken), max(taken)
-        self[f"{name}_p50_s{suffix}"], self[f"{name}_max_s{suffix}"] = round(p50, 3), round(longest, 3)
-        print(f"{name}{suffix}: p50 {p50:.2f} s, max {longest:.2f} s of {len(taken)} publishes", flush=True)
+    arguments: argparse.Namespace
+    machines: Machines
+    folder: Path
+    megabytes: int
+    figures: dict[str, object]
 
+    def __post_init__(self) -> None:
+        self.suffix = "" if self.megabytes == 5 else f"_{self.megabytes}mb"
+        self.trainer = Trainer(self.folder, rank=max(1, self.megabytes // 5))
 
-def run(arguments: argparse.Namespace, folder: Path) -> Figures:
-    machines = Machines(folder)
-    figures = Figures(publishes=arguments.publishes, readers=READERS)
-    try:
-        for megabytes in arguments.sizes:
-            suffix = "" if megabytes == 5 else f"_{megabytes}mb"
-            trainer = Trainer(folder, rank=max(1, megabytes // 5))
-            through_mounts(arguments, machines, trainer, folder, suffix, figures)
-            through_the_hub(arguments, machines, trainer, folder, suffix, figures)
-    finally:
-        machines.stop()
-    return figures
+    def wants(self, *names: str) -> bool:
+        return bool(set(names) & set(self.arguments.only))
 
+    def note(self, name: str, taken: list[float]) -> None:
+        if taken:
+            p50, longest = statistics.median(taken), max(taken)
+            self.figures[f"{name}_p50_s{self.suffix}"] = round(p50, 3)
+            self.figures[f"{name}_max_s{self.suffix}"] = round(longest, 3)
+            print(f"{name}{self.suffix}: p50 {p50:.2f} s, max {longest:.2f} s of {len(taken)} publishes", flush=True)
 
-def through_mounts(
-    arguments: argparse.Namespace, machines: Machines, trainer: Trainer, folder: Path, suffix: str, figures: Figures
-) -> None:
-    for profile, told, naive in (
-        ("hf-mount-2026-09", "mount", None),
-        ("hf-mount-2026-08", "mount_old_cache", "naive_old_cache"),
-    ):
-        if not {told, naive} & set(arguments.only):
-            continue
-        bucket = machines.bucket()
-        writer = machines.mount(bucket, profile, read_only=False)
-        views = [machines.mount(bucket, profile, read_only=True) for _ in range(READERS)]
-        if told in arguments.only:
-            stage = told_readers(list(views), folder / f"{told}{suffix}")
-            figures.note(told, suffix, measure(writer, trainer, arguments.publishes, stage))
-        if naive in arguments.only:
-            stage = polling_readers(views, folder / f"{naive}{suffix}")
-            figures.note(naive, suffix, measure(writer, trainer, arguments.naive_publishes, stage, early=True))
+    def run(self) -> None:
+        if self.wants("mount", "mount_with_checkpoint"):
+            self.through_mounts("hf-mount-2026-09", "mount")
+        if self.wants("mount_old_cache", "naive_old_cache"):
+            self.through_mounts("hf-mount-2026-08", "mount_old_cache")
+        if self.wants("hub", "hub_with_checkpoint"):
+            bucket = self.machines.bucket()
+            self.told("hub", bucket, bucket, [bucket] * READERS)
 
+    def through_mounts(self, profile: str, name: str) -> None:
+        bucket = self.machines.bucket()
+        writer = self.machines.mount(bucket, profile, read_only=False)
+        views = [self.machines.mount(bucket, profile, read_only=True) for _ in range(READERS)]
+        self.told(name, bucket, writer, list(views))
+        if name == "mount_old_cache" and self.wants("naive_old_cache"):
+            stage = polling_readers(views, self.folder / f"naive{self.suffix}")
+            publishes = self.arguments.naive_publishes
+            self.note("naive_old_cache", measure(writer, self.trainer, publishes, stage, early=True))
 
-def through_the_hub(
-    arguments: argparse.Namespace, machines: Machines, trainer: Trainer, folder: Path, suffix: str, figures: Figures
-) -> None:
-    bucket = machines.bucket()
-    stage = told_readers([bucket] * READERS, folder / f"hub{suffix}")
-    if "hub" in arguments.only:
-        figures.note("hub", suffix, measure(bucket, trainer, arguments.publishes, stage))
-    if "hub_with_checkpoint" in arguments.only:
-        with checkpoint_in_flight(bucket, arguments.checkpoint_mb):
-            figures.note("hub_with_checkpoint", suffix, measure(bucket, trainer, arguments.publishes, stage))
+    def told(self, name: str, bucket: HubStore, writer: Store, views: list[Store]) -> None:
+        stage = told_readers(views, self.folder / f"{name}{self.suffix}")
+        publishes = self.arguments.publishes
+        if self.wants(name):
+            self.note(name, measure(writer, self.trainer, publishes, stage))
+        # Checkpoints fill the disk fast, so one size has to do.
+        if self.wants(f"{name}_with_checkpoint") and self.megabytes == min(self.arguments.sizes):
+            with checkpoint_in_flight(bucket, self.arguments.checkpoint_mb):
+                self.note(f"{name}_with_checkpoint", measure(writer, self.trainer, publishes, stage))
 
 
 def main() -> None:
@@ -266,7 +277,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="publish-latency-") as folder:
-        figures = run(arguments, Path(folder))
+        machines = Machines(Path(folder))
+        figures: dict[str, object] = {"publishes": arguments.publishes, "readers": READERS}
+        try:
+            for megabytes in arguments.sizes:
+                Bench(arguments, machines, Path(folder), megabytes, figures).run()
+                machines.collect_garbage()
+        finally:
+            machines.stop()
     if arguments.json:
         print(json.dumps(figures))
 
