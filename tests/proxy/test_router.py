@@ -90,8 +90,7 @@ def test_a_replica_that_was_slow_is_tried_again_after_a_while() -> None:
     for index in range(40):
         asker.group(prompt_of(index))
         asker.end_all({"a": 0.01, "b": 0.1})
-    owners = [asker.ask(prompt_of(100 + index)).url for index in range(8)]
-    assert owners.count("a") == 8
+    assert asker.ask(prompt_of(100)).url == asker.ask(prompt_of(101)).url == "a"
     asker.end_all({"a": 0.01, "b": 0.1})
     for index in range(400):
         placement = asker.group(prompt_of(200 + index))[0]
