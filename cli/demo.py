@@ -71,6 +71,8 @@ class Demo:
         self.local.check_disk()
         claim(open_store(self.local.objects), self.run, self.incarnation)
         trainer_mount = self.local.mount("trainer", read_only=False)
+        # Of their own: a mount has one flush loop, and a checkpoint in it would hold versions back.
+        checkpoints_mount = self.local.mount("checkpoints", read_only=False)
         replica_mounts = [self.local.mount(f"vllm-{i}", read_only=True) for i in range(self.replicas)]
         if not trainer_mount.fuse:
             self.progress.note(
@@ -79,7 +81,7 @@ class Demo:
         self.progress.phase(f"{self.replicas} vLLM replicas and the trainer")
         for i, mount in enumerate(replica_mounts):
             self._start_replica(i, mount.path)
-        return self._start_trainer(trainer_mount.path)
+        return self._start_trainer(trainer_mount.path, checkpoints_mount.path)
 
     def watch(self, trainer: Child) -> None:
         """Follow the run until the trainer job ends; raises `PartFailed` if any part ends badly."""
@@ -122,7 +124,7 @@ class Demo:
         self.local.start(f"vllm-{index}", [sys.executable, "-m", "bucket_grpo.inference", "--config", str(path)])
         self.agent_urls.append(f"http://127.0.0.1:{port}")
 
-    def _start_trainer(self, mount: Path) -> Child:
+    def _start_trainer(self, mount: Path, checkpoints: Path) -> Child:
         resolved = self.run_dir / "run.yaml"
         resolved.write_text(self.run_file.dump())
         job = TrainerJob(
@@ -132,6 +134,7 @@ class Demo:
             run_dir=self.run_dir,
             bucket=str(mount),
             confirm=str(self.local.objects),
+            checkpoints=str(checkpoints),
             replicas=self.agent_urls,
             proxy_port=self.options.port,
             sync=self.options.sync,
@@ -163,7 +166,7 @@ class Demo:
             self.trainer.stop(30)
         self.local.stop()
         if not self.options.keep:
-            for scratch in ("staging", "trl", "mounts"):
+            for scratch in ("staging", "trl", "mounts", "spool", "restored"):
                 shutil.rmtree(self.run_dir / scratch, ignore_errors=True)
 
 

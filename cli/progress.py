@@ -79,7 +79,7 @@ class Progress:
         """One row of `metrics.jsonl`. The first one begins the training phase."""
         if self._phase != TRAINING:
             self.phase(TRAINING)
-        self._step = max(self._step, row["step"])
+        self._step = row["step"]  # a resumed run goes back to its checkpoint
         self._row.update((name, value) for name, value in row.items() if value is not None)
         if (reward := number(row, "reward")) is not None:
             self._rewards.append(reward)

@@ -34,7 +34,15 @@ class TrainerJob(BaseModel):
     """How long the trainer waits for a first replica, and for the first version to be live."""
     journal_sample_frac: float = Field(default=0.06, ge=0, le=1)
     max_proxy_restarts: int = 20
+    checkpoints: str | None = None
+    """Where checkpoints go: a mount of their own, or a Hub URL, so that they are never in the way of a version.
+    Default: `bucket`."""
+    resume: bool = False
+    """Continue from the newest checkpoint that verifies; without one, start from the beginning."""
     resume_from: Path | None = None
+    """A checkpoint's folder that is here already; it takes precedence over `resume`."""
+    max_training_restarts: int = Field(default=3, ge=0)
+    """How often a training process that was killed is started again from its newest checkpoint."""
 
     @classmethod
     def read(cls, path: Path) -> "TrainerJob":

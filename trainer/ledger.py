@@ -4,7 +4,7 @@ TRL marks a group as trained when its samples are collated, but the dataloader c
 checkpoint or a kill the last one was never trained. The ledger commits a group in `training_step` instead.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,9 +36,10 @@ class Ledger(set[int]):
         if group not in self:
             self._dropped[group] = reason
 
-    def summary(self) -> dict[str, Any]:
-        """`{"trained": groups, "dropped": {reason: groups}}`."""
-        return {"trained": len(self), "dropped": dict(Counter(self._dropped.values()))}
+    @property
+    def dropped(self) -> dict[int, str]:
+        """Groups of which nothing was trained, and why."""
+        return dict(self._dropped)
 
 
 class ObservedQueue:

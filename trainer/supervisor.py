@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from bucket_grpo.bucket_sync.current import claim
+from bucket_grpo.bucket_sync.stores import open_store
+from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
 from bucket_grpo.runtime.processes import Child, end_with_parent, spawn
 from bucket_grpo.trainer.job import Outcome, TrainerJob
 from bucket_grpo.trainer.run_file import RunFile
@@ -32,6 +35,7 @@ class Supervisor:
         self.logs = job.run_dir / "logs"
         self.asked_to_stop = False
         self.proxy_restarts = 0
+        self.training_restarts = 0
 
     def run(self) -> int:
         end_with_parent(signal.SIGTERM)
@@ -48,22 +52,25 @@ class Supervisor:
                 )
             listener.listen(1024)
             self.proxy = self._start_proxy(listener)
-            training = self._start_training(listener.getsockname()[1])
+            self.training = self._start_training(listener)
             try:
-                return self._watch(listener, training)
+                return self._watch(listener)
             finally:
-                training.stop(grace_s=2)
+                self.training.stop(grace_s=2)
                 self.proxy.stop(grace_s=5)
 
-    def _watch(self, listener: socket.socket, training: Child) -> int:
+    def _watch(self, listener: socket.socket) -> int:
         stop_by: float | None = None
         while True:
-            status = training.poll()
+            status = self.training.poll()
             if status is not None:
-                self._check_outcome(training, status)
+                if status < 0 and not self.asked_to_stop and self.training_restarts < self.job.max_training_restarts:
+                    self._resume(listener, -status)
+                    continue
+                self._check_outcome(self.training, status)
                 return status if status >= 0 else 128 - status
             if self.asked_to_stop and stop_by is None:
-                training.terminate()
+                self.training.terminate()
                 stop_by = time.monotonic() + TERMINATION_GRACE_S
             if stop_by is not None and time.monotonic() > stop_by:
                 return self._fail(f"training did not stop within {TERMINATION_GRACE_S:.0f} s of SIGTERM", "terminated")
@@ -72,6 +79,19 @@ class Supervisor:
                 if failure:
                     return self._fail(failure)
             time.sleep(POLL_S)
+
+    def _resume(self, listener: socket.socket, signum: int) -> None:
+        """Training was killed: start it again from its newest checkpoint, as a new incarnation with its own proxy."""
+        self.training_restarts += 1
+        incarnation = mint_incarnation()
+        print(f"training was ended by signal {signum}; resuming as incarnation {incarnation}", flush=True)
+        self.training.stop(grace_s=0)  # what is left of its process group: TRL's rollout worker
+        self.proxy.stop(grace_s=5)
+        claim(open_store(self.job.bucket, confirm=self.job.confirm), self.job.run, incarnation)
+        self.job = self.job.model_copy(update={"incarnation": incarnation, "resume": True, "resume_from": None})
+        self.job.write(self.job_path)
+        self.proxy = self._start_proxy(listener)
+        self.training = self._start_training(listener)
 
     def _restart_proxy(self, listener: socket.socket) -> str | None:
         """Start the proxy again; the reason for giving up, if it dies too often."""
@@ -98,9 +118,9 @@ class Supervisor:
             pass_fds=[listener.fileno()],
         )
 
-    def _start_training(self, proxy_port: int) -> Child:
+    def _start_training(self, listener: socket.socket) -> Child:
         command = [sys.executable, "-m", "bucket_grpo.trainer.train", "--config", str(self.job_path)]
-        url = f"http://{self.job.proxy_host}:{proxy_port}"
+        url = f"http://{self.job.proxy_host}:{listener.getsockname()[1]}"
         (self.job.run_dir / "proxy.url").write_text(url)
         return spawn(
             [*command, "--proxy-url", url],

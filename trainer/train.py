@@ -18,6 +18,8 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from bucket_grpo.bucket_sync.checkpoint_uploader import CheckpointUploader
+from bucket_grpo.bucket_sync.checkpoints import restore_checkpoint
 from bucket_grpo.bucket_sync.publisher import Publisher, PublishFailed, Superseded
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
@@ -52,6 +54,7 @@ class RunFolder(TrainerCallback):
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
         self.started = time.monotonic()
+        drop_rows_after(self.path, state.global_step)
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         if self.first_step_s is None:
@@ -87,6 +90,23 @@ class RunFolder(TrainerCallback):
         self.terminated = True
 
 
+def drop_rows_after(path: Path, step: int) -> None:
+    """Rows of steps that a resume trains again would stand twice: keep the one curve of the final lineage."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines(keepends=True) if _is_whole_row(line, step)]
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(kept))
+    scratch.rename(path)
+
+
+def _is_whole_row(line: str, last_step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= last_step)
+    except ValueError:  # the process was killed while it wrote the line
+        return False
+
+
 def build_config(run: RunFile, job: TrainerJob, proxy_url: str) -> AsyncGRPOConfig:
     """TRL's config: what the run file says, and what follows from where the job runs."""
     on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
@@ -102,7 +122,9 @@ def build_config(run: RunFile, job: TrainerJob, proxy_url: str) -> AsyncGRPOConf
     )
 
 
-def build_trainer(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: RunFolder) -> BucketGRPOTrainer:
+def build_trainer(
+    run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: RunFolder, uploader: CheckpointUploader
+) -> BucketGRPOTrainer:
     model = resolve_model(run.model_name_or_path)
     tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(model))
     dataset = load_train_dataset(run, tokenizer)
@@ -129,10 +151,11 @@ def build_trainer(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, f
         processing_class=tokenizer,
         peft_config=LoraConfig(**run.lora_arguments()),
         callbacks=[folder],
-        make_publisher=make_publisher,
+        make_publisher=make_publisher if job.sync == "deferred" else None,
         canary_prompt=canary_tokens(tokenizer, dataset[0]["prompt"]),
         first_version_timeout_s=job.server_timeout_s,
         on_sample=folder.on_sample,
+        on_checkpoint=uploader.submit,
     )
 
 
@@ -153,10 +176,14 @@ def train(job: TrainerJob, proxy_url: str) -> Outcome:
 
 def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: RunFolder) -> Outcome:
     signal.signal(signal.SIGTERM, folder.on_sigterm)
-    trainer = build_trainer(run, job, store, proxy_url, folder)
+    checkpoints = open_store(job.checkpoints, confirm=job.confirm) if job.checkpoints else store
+    checkpoint = str(job.resume_from) if job.resume_from else restore(checkpoints, job) if job.resume else None
+    uploader = CheckpointUploader(checkpoints, job.run, job.incarnation, job.run_dir / "spool")
+    trainer = build_trainer(run, job, store, proxy_url, folder, uploader)
     started = time.monotonic()
     try:
-        trainer.train(resume_from_checkpoint=str(job.resume_from) if job.resume_from else None)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        uploader.close(timeout=120)
     finally:
         wall_clock_s = time.monotonic() - started
         trainer.rollout_worker.stop()
@@ -170,12 +197,20 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
         steps=trainer.state.global_step,
         wall_clock_s=wall_clock_s,
         time_to_first_step_s=folder.first_step_s,
-        groups=trainer.ledger.summary(),
-        adapter=version_key(job.run, job.incarnation, trainer.bump.live)
-        if trainer.bump and trainer.bump.live
-        else None,
+        groups=trainer.lineage.summary(),
+        adapter=version_key(job.run, job.incarnation, trainer.model_version),
         versions={name: importlib.metadata.version(name) for name in VERSIONS_OF},
     )
+
+
+def restore(checkpoints: Store, job: TrainerJob) -> str | None:
+    """The newest checkpoint that verifies, brought to local disk; None if the run never wrote one."""
+    restored = restore_checkpoint(checkpoints, job.run, job.run_dir / "restored" / job.incarnation)
+    if restored is None:
+        print("no checkpoint yet: starting from the beginning", flush=True)
+        return None
+    print(f"resuming from step {restored.step} of incarnation {restored.incarnation}", flush=True)
+    return str(restored.folder)
 
 
 def save_proxy_status(run_dir: Path, proxy_url: str) -> None:

@@ -6,6 +6,7 @@ and returns, and the bump reaches the rollout worker only when the version is li
 patched: the trainer is a subclass, its HTTP client and the worker's `update_model_version` are wrapped.
 """
 
+import json
 import math
 import re
 import threading
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from bucket_grpo.bucket_sync.publisher import Publisher
 from bucket_grpo.bucket_sync.version_file import Canary
 from bucket_grpo.trainer.canary import expected_logprobs
 from bucket_grpo.trainer.ledger import STALE, Ledger, ObservedQueue
+from bucket_grpo.trainer.lineage import Lineage, PromptOrder
 
 VERSIONED_NAME = re.compile(r".+-v(\d+)\Z")
 
@@ -100,15 +104,24 @@ class StallFreeClient(VLLMClient):
         self._publisher.retire(version_number(lora_name))
 
 
+class ResumedLoop(AsyncRolloutWorker._loop_cls):  # type: ignore[name-defined, misc]
+    """TRL's rollout loop, first through the rows that a resumed run still owes, then through whole epochs."""
+
+    def __init__(self, *, first_rows: list[int], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dataset_iter = iter(self.dataset.select(first_rows))
+
+
 class BucketGRPOTrainer(AsyncGRPOTrainer):
     """`AsyncGRPOTrainer` whose adapter versions go through a bucket.
 
     Args beyond TRL's:
         make_publisher: called once the trainer stands, with the callback that the publisher calls for each version
-            that went live (from its own thread, ascending).
+            that went live (from its own thread, ascending). None: TRL publishes in its own, blocking order.
         canary_prompt: token ids for the canary.
         first_version_timeout_s: how long the first version may take to go live.
         on_sample: is shown every `RolloutSample` that reaches the trainer.
+        on_checkpoint: is given each saved checkpoint's folder and step.
 
     Raises `RuntimeError` if TRL did not choose adapter-only sync: it would fall back to NCCL with only a warning.
     """
@@ -116,10 +129,11 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     def __init__(
         self,
         *args: Any,
-        make_publisher: Callable[[Callable[[int], None]], Publisher],
+        make_publisher: Callable[[Callable[[int], None]], Publisher] | None,
         canary_prompt: list[int],
         first_version_timeout_s: float = 300.0,
         on_sample: Callable[[Any], None] = lambda _sample: None,
+        on_checkpoint: Callable[[Path, int], None] = lambda _folder, _step: None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -132,11 +146,15 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         self._canary_prompt = canary_prompt
         self._canary: Canary | None = None
         self._on_sample = on_sample
+        self._on_checkpoint = on_checkpoint
+        self._lineage_before = Lineage()
+        self._order = PromptOrder(len(self.train_dataset), self._lineage_before)
         self._trained_groups = self.ledger = Ledger()
         self.publisher: Publisher | None = None
         self.bump: DeferredBump | None = None
         if self.accelerator.is_main_process:
             self.rollout_queue = ObservedQueue(self.rollout_queue, self._observe)
+        if self.accelerator.is_main_process and make_publisher is not None:
             self.bump = DeferredBump(self.rollout_worker.update_model_version)
             self.rollout_worker.update_model_version = self.bump.accept
             self.publisher = make_publisher(self.bump.went_live)
@@ -148,6 +166,37 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
                 step=lambda: self.state.global_step,
                 first_version_timeout_s=first_version_timeout_s,
             )
+
+    @property
+    def lineage(self) -> Lineage:
+        """What became of each prompt group so far, over all starts of the run."""
+        return self._lineage_before.extended(
+            map(self._order.position, self.ledger),
+            {self._order.position(group): reason for group, reason in self.ledger.dropped.items()},
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if not self.accelerator.is_main_process:
+            return
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        lineage = self.lineage
+        lineage.write(folder)
+        # TRL would go on at its first untrained group, which one dropped group holds back for ever. Its count of done
+        # groups decides when the epochs are over.
+        state = {"prompt_index": len(lineage.settled()), "model_version": self.model_version}
+        (folder / "rollout_state.json").write_text(json.dumps(state))
+        self._on_checkpoint(folder, step)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        if checkpoint and self.accelerator.is_main_process:
+            self._lineage_before = Lineage.read(Path(checkpoint))
+            self._order = PromptOrder(len(self.train_dataset), self._lineage_before)
+            self.rollout_worker._loop_cls = ResumedLoop
+            self.rollout_worker._loop_kwargs["first_rows"] = self._order.first_rows()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _sync_weight(self) -> None:
         started = time.perf_counter()
