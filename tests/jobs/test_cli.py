@@ -93,6 +93,7 @@ def test_a_secret_that_is_not_set(cli: CommandLine, tmp_path: Path) -> None:
     assert "export JUDGE_KEY" in cli.refused("launch", recipe, *ON_CPU)
 
 
+@pytest.mark.e2e
 def test_a_hub_that_does_not_answer(cli: CommandLine) -> None:
     line = cli.refused("ps", "--namespace", "me", HF_ENDPOINT="http://127.0.0.1:9")
     assert "does not answer" in line
@@ -102,6 +103,7 @@ def test_a_run_that_nobody_started(cli: CommandLine) -> None:
     assert "knows no job of run 'nothing'" in cli.refused("inspect", "nothing")
 
 
+@pytest.mark.e2e
 def test_any_machine_with_a_token_sees_the_run_and_ends_it(cli: CommandLine) -> None:
     plan = script_plan(trainer_script="echo training; sleep 60")
     launch = make_launch(cli.hub, plan)

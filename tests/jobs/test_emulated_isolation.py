@@ -48,6 +48,7 @@ def test_jobs_of_one_network_group_find_each_other_by_name(tmp_path: Path) -> No
         hub.api.cancel_job(job_id=server.id, namespace="me")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_when_the_hub_ends_so_do_its_jobs(tmp_path: Path, how: str) -> None:
     mark = uuid.uuid4().hex

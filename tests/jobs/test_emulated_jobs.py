@@ -18,7 +18,7 @@ SERVER = "exec python3 -m http.server 8000"
 HF = str(Path(sys.executable).with_name("hf"))
 
 
-@pytest.fixture(scope="module", params=["namespaces", "plain"])
+@pytest.fixture(scope="module", params=["namespaces", pytest.param("plain", marks=pytest.mark.e2e)])
 def hub(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if request.param == "namespaces" and not NAMESPACES:
         pytest.skip("network namespaces need root")

@@ -196,6 +196,7 @@ def start_launcher(hub: Cluster, plan: ScriptPlan, folder: Path) -> subprocess.P
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_launcher_that_is_asked_to_stop_ends_its_jobs(hub: Cluster, tmp_path: Path, signum: signal.Signals) -> None:
     plan = script_plan()
