@@ -6,6 +6,7 @@ load figures. Readers wait for a change instead of polling.
 
 import asyncio
 import secrets
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class Board:
         self.base_model = base_model
         self.dtype = dtype
         self.boot_id = secrets.token_hex(8)
-        self.seq = 0
+        self.seq = int(time.time() * 1000)  # so that it grows over a restart of the agent, too
         self.engine: EngineState = "starting"
         self.engine_reason: str | None = None
         self.engine_epoch = 0

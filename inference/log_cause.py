@@ -58,7 +58,8 @@ class Cause:
 
 
 def cause_of_death(status: int, log: Path) -> Cause:
-    """`status` as a shell gives it: 128 + signal for a process that was killed."""
+    """`status` as a shell gives it (128 + signal for a process that was killed), or as `subprocess` does (-signal)."""
+    status = 128 - status if status < 0 else status
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))

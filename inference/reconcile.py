@@ -108,9 +108,9 @@ class Reconciler:
         except EngineUnreachable as silence:
             await self._interrupted(do, version, str(silence))
         except (EngineRefused, LoadFailed) as refusal:
-            if client is self._supervisor.client and await client.healthy():
+            if do is not Do.UNLOAD and client is self._supervisor.client and await client.healthy():
                 await self._fail_loaded(client, version, f"vLLM refused to {do} it: {refusal}")
-            else:  # a dying engine refuses everything
+            else:  # a dying engine refuses everything; an unload is tried again
                 await self._interrupted(do, version, str(refusal))
         finally:
             self._supervisor.own_requests -= 1
@@ -166,6 +166,9 @@ class Reconciler:
     def _forget(self, version: Version) -> None:
         """Its files may go now: vLLM re-reads those of a loaded adapter at any time, and dies if they are gone."""
         if version.folder is not None:
-            self._stager.evict(version.ref)
+            try:
+                self._stager.evict(version.ref)
+            except OSError as error:
+                log.warning("the files of %s stay behind: %s", version.ref.name, error)
             version.folder = None
         self._board.move(version.ref.name, S.UNLOADED)

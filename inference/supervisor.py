@@ -5,6 +5,7 @@ A crash is reported with its cause from vLLM's log; "connection refused" is only
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ POLL_S = 0.1
 SCRAPE_EVERY_S = 1.0
 STABLE_AFTER_S = 10.0
 MAX_BACKOFF_S = 30.0
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 12.0  # a little more than the guard gives vLLM
 
 
 @dataclass
@@ -53,30 +54,31 @@ class Supervisor:
         self._board = board
         self._session = session
         self._child: Child | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.client: VllmClient | None = None
         self.own_requests = 0  # canaries and probes in flight; the board counts those of others
 
     async def run(self) -> str | None:
         """Keep the engine running until `stop`; returns the cause if it gave up."""
         deaths = 0
-        while not self._stopping:
+        while not self._stopping.is_set():
             ready_for_s, cause = await self._one_life()
-            if self._stopping:
+            if self._stopping.is_set():
                 break
             deaths = 1 if ready_for_s >= STABLE_AFTER_S else deaths + 1
             if cause.permanent or deaths >= self._spec.max_engine_deaths:
                 times = "" if cause.permanent else f"vLLM died {deaths} times in a row; the last time: "
                 self._board.set_engine("failed", times + cause.text)
                 return times + cause.text
-            self._board.set_engine("dead", cause.text)
             self._board.counters.engine_restarts += 1
-            await asyncio.sleep(min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)))
+            self._board.set_engine("dead", cause.text)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)))
         return None
 
     async def stop(self) -> None:
         """End vLLM; what is in flight is lost, so drain first."""
-        self._stopping = True
+        self._stopping.set()
         self.client = None
         if self._child is not None:
             await asyncio.to_thread(self._child.stop, STOP_GRACE_S)

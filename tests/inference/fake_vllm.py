@@ -117,6 +117,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, f"Success: LoRA adapter '{name}' added successfully.")
 
     def unload(self, body: dict) -> None:
+        if said_once("refuse_unload_once"):
+            self.answer(500, {"error": {"message": "not now"}})
+            return
         if state.adapters.pop(body["lora_name"], None) is None:
             self.answer(404, {"error": {"message": "no such adapter"}})
         else:

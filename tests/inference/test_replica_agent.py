@@ -1,6 +1,7 @@
 """What a replica promises to the proxy, and to whoever else reaches its port. The agent is real, vLLM is not."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -109,6 +110,16 @@ def test_status_answers_at_once_when_something_changed_and_else_after_the_wait(
     started = time.monotonic()
     assert replica.status(after=seq, wait=30)["seq"] > seq
     assert time.monotonic() - started < 5.0
+
+
+def test_a_reader_of_an_earlier_agents_status_is_answered_at_once_by_the_next(start, tmp_path: Path) -> None:
+    with start() as replica:
+        seq = replica.wait_for(lambda s: s["engine"] == "ready")["seq"]
+    shutil.rmtree(tmp_path / "logs")
+    with start() as replica:
+        started = time.monotonic()
+        replica.status(after=seq, wait=30)
+        assert time.monotonic() - started < 5.0
 
 
 def test_a_version_retires_only_when_its_last_request_is_done(replica: Replica, bucket: Bucket, script: Path) -> None:

@@ -153,6 +153,28 @@ def test_a_load_refused_for_good_fails_with_vllms_own_words(replica: Replica, bu
     assert replica.status()["load_failures"] == 1
 
 
+def test_a_refused_unload_is_tried_again(replica: Replica, bucket: Bucket, script: Path) -> None:
+    ref = bucket.publish(1)
+    replica.want(ref)
+    replica.wait_state(ref, "READY")
+    (script / "refuse_unload_once").write_text("yes")
+    replica.want()
+    replica.wait_state(ref, "UNLOADED")
+    assert not (script / "refuse_unload_once").exists()
+
+
+def test_a_stop_does_not_wait_for_a_restart_that_is_due(start, script: Path) -> None:
+    (script / "die_at_start").write_text("RuntimeError: no memory left")
+    with start(max_engine_deaths=50) as replica:
+        replica.wait_for(
+            lambda s: s["engine"] == "dead" and s["engine_restarts"] >= 4
+        )  # the next start is seconds away
+        started = time.monotonic()
+        replica.terminate()
+        assert replica.ended() == 0
+        assert time.monotonic() - started < 3.5
+
+
 def test_a_base_served_under_a_versions_name_is_found_out(replica: Replica, bucket: Bucket, script: Path) -> None:
     (script / "serve_base").touch()
     ref = bucket.publish(1)

@@ -101,6 +101,7 @@ DEATHS = {
     ),
     "a port that is taken": (1, "OSError: [Errno 98] Address already in use\n", "Address already in use", False),
     "a server that was killed": (137, "INFO:     Application startup complete.\n", "killed by SIGKILL", False),
+    "a guard that was killed": (-9, "INFO:     Application startup complete.\n", "killed by SIGKILL", False),
     "no log at all": (3, None, "ended with status 3 without a word", False),
 }
 
