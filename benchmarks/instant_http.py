@@ -5,6 +5,7 @@ Bare asyncio protocols: what they cost is what a measurement can't see.
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -125,12 +126,13 @@ def completion_requests(model: str, host: str) -> Iterator[bytes]:
 
 @dataclass
 class Measured:
-    """Latencies in seconds of the answers that came in `seconds`; `count` has those of the warm-up, too."""
+    """Latencies in seconds of what was asked and answered after `since`; `count` has the warm-up's answers, too."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
     errors: int = 0
     count: int = 0
+    since: float = math.inf
 
     @property
     def rps(self) -> float:
@@ -166,8 +168,9 @@ class LoadConnection(asyncio.Protocol):
         self._buffer = b""
         now = time.perf_counter()
         if buffer[9:12] == b"200":
-            self._measured.latencies.append(now - self._sent_at)
             self._measured.count += 1
+            if self._sent_at >= self._measured.since:
+                self._measured.latencies.append(now - self._sent_at)
         else:
             self._measured.errors += 1
         if not self.stopped:
@@ -188,7 +191,7 @@ class LoadConnection(asyncio.Protocol):
         self._transport.abort()
 
 
-async def drive(port: int, model: str, in_flight: int, seconds: float, warmup_s: float = 1.0) -> Measured:
+async def drive(port: int, model: str, in_flight: int, seconds: float, warmup_s: float = 2.0) -> Measured:
     """Keep `in_flight` requests at 127.0.0.1:`port` going for `seconds`, after a warm-up that does not count."""
     loop = asyncio.get_running_loop()
     measured = Measured()
@@ -198,10 +201,9 @@ async def drive(port: int, model: str, in_flight: int, seconds: float, warmup_s:
         _, connection = await loop.create_connection(lambda: LoadConnection(requests, measured), "127.0.0.1", port)
         connections.append(connection)
     await asyncio.sleep(warmup_s)
-    measured.latencies.clear()
-    began = time.perf_counter()
+    measured.since = time.perf_counter()
     await asyncio.sleep(seconds)
-    measured.seconds = time.perf_counter() - began
+    measured.seconds = time.perf_counter() - measured.since
     for connection in connections:
         connection.close()
     await asyncio.sleep(0.2)

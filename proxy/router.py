@@ -7,7 +7,7 @@ through `finish`. Nothing here needs to survive a restart.
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -82,19 +82,29 @@ class Prompts:
     expected_tokens: float
     groups: "OrderedDict[bytes, Group]" = field(default_factory=OrderedDict)
     ends: dict[tuple[int, bytes], Group] = field(default_factory=dict)
-    tail_lengths: dict[int, set[int]] = field(default_factory=dict)
+    tail_lengths: dict[int, Counter[int]] = field(default_factory=dict)
 
     def remember(self, group: Group, limit: int) -> None:
         self.groups[group.key] = group
         if group.end is not None:
+            link, tail = group.end
+            if group.end not in self.ends:
+                self.tail_lengths.setdefault(link, Counter())[len(tail)] += 1
             self.ends[group.end] = group
-            self.tail_lengths.setdefault(group.end[0], set()).add(len(group.end[1]))
         if len(self.groups) > limit:
             _, oldest = self.groups.popitem(last=False)
             if oldest.end is not None and self.ends.get(oldest.end) is oldest:
-                del self.ends[oldest.end]
-                if len(self.ends) == 0:
-                    self.tail_lengths.clear()
+                self._forget_end(oldest.end)
+
+    def _forget_end(self, end: tuple[int, bytes]) -> None:
+        del self.ends[end]
+        link, tail = end
+        lengths = self.tail_lengths[link]
+        lengths[len(tail)] -= 1
+        if lengths[len(tail)] == 0:
+            del lengths[len(tail)]
+        if not lengths:
+            del self.tail_lengths[link]
 
     def longest_ending_in(self, prompt: bytes, chain: list[int]) -> Group | None:
         """The known group with the longest prompt that `prompt` begins with."""
@@ -138,7 +148,7 @@ class Router:
         prefill_weight: float = 0.05,
         spill_ratio: float = 2.0,
         open_groups: int = 16,
-        max_groups: int = 16384,
+        max_groups: int = 4096,
         batch_knee: float = 32.0,
         expected_tokens: float = 256.0,
     ) -> None:

@@ -3,7 +3,11 @@
 import asyncio
 import hashlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -115,6 +119,41 @@ async def proxy_for(
         await serving
         for agent in agents:
             await agent.stop()
+
+
+class ProxyProcess:
+    """A proxy process on a listening socket that the test holds, as the trainer's supervisor does."""
+
+    def __init__(self, folder: Path, replicas: list[str], **settings: Any) -> None:
+        config = {
+            "run": RUN,
+            "incarnation": INCARNATION,
+            "base_model": BASE,
+            "replicas": replicas,
+            "journal_dir": str(folder / "journal"),
+            "live_grace_s": 0.5,
+            **settings,
+        }
+        self.config = folder / "proxy.json"
+        self.config.write_text(json.dumps(config))
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen:
+        fd = self.listener.fileno()
+        command = [sys.executable, "-m", "bucket_grpo.proxy", "--config", str(self.config), "--fd", str(fd)]
+        self.process = subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return self.process
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(15)
+        self.listener.close()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,55 +12,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake_agent import BASE, FakeAgent
-from proxy_harness import INCARNATION, RUN, body, ref
+from proxy_harness import INCARNATION, RUN, ProxyProcess, body, ref
 
 ADDRESS = "127.0.0.1"
-
-
-class Restarted:
-    """A proxy process on a listening socket that the test holds, as the trainer's supervisor does."""
-
-    def __init__(self, folder: Path, replicas: list[str]) -> None:
-        config = {
-            "run": RUN,
-            "incarnation": INCARNATION,
-            "base_model": BASE,
-            "replicas": replicas,
-            "journal_dir": str(folder / "journal"),
-            "live_grace_s": 0.5,
-        }
-        self.config = folder / "proxy.json"
-        self.config.write_text(json.dumps(config))
-        self.listener = socket.create_server((ADDRESS, 0), backlog=256)
-        self.url = f"http://{ADDRESS}:{self.listener.getsockname()[1]}"
-        self.process = self.start()
-
-    def start(self) -> subprocess.Popen:
-        fd = self.listener.fileno()
-        command = [sys.executable, "-m", "bucket_grpo.proxy", "--config", str(self.config), "--fd", str(fd)]
-        self.process = subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return self.process
-
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(15)
-        self.listener.close()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.mark.anyio
 @pytest.mark.timeout(180)
 async def test_killed_again_and_again_it_loses_no_version_and_clients_lose_no_request(tmp_path: Path) -> None:
     agents = [await FakeAgent("a", delay_s=0.05).start(), await FakeAgent("b", delay_s=0.05).start()]
-    proxy = Restarted(tmp_path, [agent.url for agent in agents])
+    proxy = ProxyProcess(tmp_path, [agent.url for agent in agents])
     newest, answered, stop = 0, [], asyncio.Event()
     try:
         async with aiohttp.ClientSession() as session:

@@ -149,7 +149,7 @@ def test_memory_is_bounded_within_a_version() -> None:
         asker.ask(prompt_of(index))
     prompts = asker.router._versions[1]
     assert len(prompts.groups) == len(prompts.ends) == 50
-    assert len(prompts.tail_lengths) <= 500
+    assert len(prompts.tail_lengths) == 50
 
 
 def test_expected_length_follows_what_is_seen_and_starts_from_the_version_before() -> None:
