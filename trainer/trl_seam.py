@@ -104,7 +104,7 @@ class StallFreeClient(VLLMClient):
         self._publisher.retire(version_number(lora_name))
 
 
-class ResumedLoop(AsyncRolloutWorker._loop_cls):  # type: ignore[name-defined, misc]
+class ResumedLoop(AsyncRolloutWorker._loop_cls):
     """TRL's rollout loop, first through the rows that a resumed run still owes, then through whole epochs."""
 
     def __init__(self, *, first_rows: list[int], **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         self.publisher: Publisher | None = None
         self.bump: DeferredBump | None = None
         if self.accelerator.is_main_process:
-            self.rollout_queue = ObservedQueue(self.rollout_queue, self._observe)
+            self.rollout_queue = ObservedQueue(self.rollout_worker.rollout_buffer, self._observe)
         if self.accelerator.is_main_process and make_publisher is not None:
             self.bump = DeferredBump(self.rollout_worker.update_model_version)
             self.rollout_worker.update_model_version = self.bump.accept
