@@ -24,7 +24,7 @@ from bucket_grpo.runtime.processes import Child, free_port, spawn
 POLL_S = 0.1
 SCRAPE_EVERY_S = 1.0
 STABLE_AFTER_S = 10.0
-MAX_BACKOFF_S = 30.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 30.0
 STOP_GRACE_S = 12.0  # a little more than the guard gives vLLM
 
 
@@ -73,7 +73,7 @@ class Supervisor:
             self._board.counters.engine_restarts += 1
             self._board.set_engine("dead", cause.text)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), min(MAX_BACKOFF_S, 0.25 * 2 ** (deaths - 1)))
+                await asyncio.wait_for(self._stopping.wait(), min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (deaths - 1)))
         return None
 
     async def stop(self) -> None:

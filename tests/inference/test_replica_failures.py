@@ -163,14 +163,15 @@ def test_a_refused_unload_is_tried_again(replica: Replica, bucket: Bucket, scrip
     assert not (script / "refuse_unload_once").exists()
 
 
-def test_a_stop_does_not_wait_for_a_restart_that_is_due(start, script: Path) -> None:
+def test_a_stop_does_not_wait_for_a_restart_that_is_due(start, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bucket_grpo.inference.supervisor.FIRST_BACKOFF_S", 25.0)
     (script / "die_at_start").write_text("RuntimeError: no memory left")
-    with start(max_engine_deaths=50) as replica:
-        replica.wait_for(lambda s: s["engine"] == "dead" and s["engine_restarts"] >= 5)  # the next start is 4 s away
+    with start() as replica:
+        replica.wait_for(lambda s: s["engine"] == "dead")
         started = time.monotonic()
         replica.terminate()
         assert replica.ended() == 0
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 10.0
 
 
 def test_a_base_served_under_a_versions_name_is_found_out(replica: Replica, bucket: Bucket, script: Path) -> None:
