@@ -60,6 +60,7 @@ def launch(
     max_usd: Annotated[float | None, typer.Option(help="end the run, with a checkpoint, when it has cost this")] = None,
     no_progress: Annotated[str | None, typer.Option(help="end it after so long without a step, such as 15m")] = None,
     script: Annotated[Path | None, typer.Option(help="a TRL script of your own, run instead of our trainer")] = None,
+    schedule: Annotated[str | None, typer.Option(help="start it at these times instead: cron, @daily, …")] = None,
     local: Annotated[
         bool, typer.Option("--local", help="on this machine, against an emulated Hub; implies --wait")
     ] = False,
@@ -69,6 +70,7 @@ def launch(
     """Start a run as Hugging Face Jobs: N vLLM jobs, one trainer job, and one bucket between them."""
     with one_line():
         from bucket_grpo.jobs.actions import LaunchFlags, show_launch, start
+        from bucket_grpo.jobs.actions import schedule as schedule_launch
         from bucket_grpo.trainer.run_file import RunFile, RunFileError
 
         try:
@@ -93,6 +95,9 @@ def launch(
         if dry_run:
             shown = show_launch(run, flags, base)
             print(json.dumps(shown) if as_json else json.dumps(shown, indent=2))
+            return
+        if schedule:
+            schedule_launch(run, flags, base, schedule, say)
             return
         if local:
             status = _launch_here(run, flags, base, profile)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from bucket_grpo.jobs.hardware import Prices, documented_prices
 from bucket_grpo.jobs.hub import HubProblem, JobsHub, is_active
 from bucket_grpo.jobs.labels import VLLM, name_of
 from bucket_grpo.jobs.launch import Launch, LaunchFailed, cancel_jobs, close_run, secrets_for
-from bucket_grpo.jobs.plan import BUCKET_URL, Plan, dry_run, needs_of, parse_bucket
+from bucket_grpo.jobs.plan import BUCKET_URL, Cost, Plan, dry_run, needs_of, parse_bucket
 from bucket_grpo.jobs.travel import PLAN_FILE, local_files, pack, read_plan
 from bucket_grpo.jobs.watch import bucket_of
 from bucket_grpo.jobs.wheel import version
@@ -123,10 +124,7 @@ def start(
     run_file: "RunFile", flags: LaunchFlags, base: Path, *, wait: str, say: Callable[[str], None]
 ) -> tuple[Plan, int]:
     """`launch`: start every job; `wait` is `posted`, `running` or `finished`. Returns the plan and the exit status."""
-    known = flags.namespace or (
-        parse_bucket(flags.bucket or run_file.bucket or "")[0] if flags.bucket or run_file.bucket else None
-    )
-    plan, run_yaml, files = plan_launch(run_file, flags, base, known or own_namespace())
+    plan, run_yaml, files = plan_launch(run_file, flags, base, namespace_of(run_file, flags))
     hub = JobsHub(plan.namespace)
     prices = hub.prices()
     cost = dry_run(plan, prices)
@@ -139,6 +137,29 @@ def start(
     with signals_end():
         launch.start(pack(plan, run_yaml, files))
         return plan, _after_start(launch, wait)
+
+
+def schedule(run_file: "RunFile", flags: LaunchFlags, base: Path, when: str, say: Callable[[str], None]) -> str:
+    """`launch --schedule`: leave the plan in the bucket and let a small job start it at each time of the schedule.
+
+    Returns the scheduled job's id. A run that is still going when its time comes again is left alone.
+    """
+    plan, run_yaml, files = plan_launch(run_file, flags, base, namespace_of(run_file, flags))
+    hub = JobsHub(plan.namespace)
+    Cost.of(plan, hub.prices())
+    hub.create_bucket(plan.bucket_id)
+    store = open_store(plan.needs.bucket)
+    for key, data in pack(plan, run_yaml, files).items():
+        store.write_once(key, data)
+    job_id = hub.schedule(plan.launcher(), secrets_for(plan, hub.token, os.environ), when)
+    say(f"scheduled job {job_id}: {plan.run} starts at {when}; `hf jobs scheduled delete {job_id}` ends that")
+    return job_id
+
+
+def namespace_of(run_file: "RunFile", flags: LaunchFlags) -> str:
+    """Whose jobs these will be, without asking the Hub where a flag or the bucket says it."""
+    bucket = flags.bucket or run_file.bucket
+    return flags.namespace or (parse_bucket(bucket)[0] if bucket else own_namespace())
 
 
 def _after_start(launch: Launch, wait: str) -> int:
@@ -210,16 +231,25 @@ def scale(found: Found, replicas: int, say: Callable[[str], None]) -> None:
 def resume(found: Found, *, wait: str, say: Callable[[str], None]) -> tuple[Plan, int]:
     """`resume`: a new incarnation with the old one's plan and files; what still runs of the old one is ended first."""
     old = found.plan
-    plan = replace(old, incarnation=later_incarnation(old.incarnation), resumes=old.incarnation)
     for part in cancel_jobs(found.hub, run=old.run):
         say(f"{part} of incarnation {old.incarnation}: cancelled")
+    for _ in range(15):  # cancelled jobs are listed as active for a moment
+        if not found.hub.active(run=old.run):
+            break
+        time.sleep(2.0)
+    return start_again(found, resumes=old.incarnation, wait=wait, say=say)
+
+
+def start_again(found: Found, *, resumes: str | None = None, wait: str, say: Callable[[str], None]) -> tuple[Plan, int]:
+    """A new incarnation with the plan and files of an earlier one; from its newest checkpoint if it `resumes` it."""
+    old = found.plan
+    plan = replace(old, incarnation=later_incarnation(old.incarnation), resumes=resumes)
     packed = {f"{plan.launch_folder}{PLAN_FILE}": plan.dump()}
     for entry in found.store.list(old.launch_folder):
         name = entry.key.removeprefix(old.launch_folder)
         if name != PLAN_FILE:
             packed[f"{plan.launch_folder}{name}"] = found.store.read(entry.key)
     launch = Launch(found.hub, found.store, plan, secrets_for(plan, found.hub.token, os.environ), say)
-    _await_end(launch)
     with signals_end():
         launch.start(packed)
         return plan, _after_start(launch, wait)
@@ -229,14 +259,6 @@ def later_incarnation(old: str) -> str:
     """A new incarnation that sorts after `old`, also within its second, and where its machine's clock was ahead."""
     minted = datetime.strptime(old.partition("-")[0], "%Y%m%dt%H%M%Sz").replace(tzinfo=UTC)
     return mint_incarnation(max(datetime.now(UTC), minted + timedelta(seconds=1)))
-
-
-def _await_end(launch: Launch) -> None:
-    """Cancelled jobs are listed as active for a moment."""
-    for _ in range(15):
-        if not launch.hub.active(run=launch.plan.run):
-            return
-        launch.pause(2.0)
 
 
 def fetch_results(found: Found, folder: Path) -> list[Path]:

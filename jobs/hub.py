@@ -136,6 +136,19 @@ class JobsHub:
                 self._pause(_pause_s(error, attempt))
         raise AssertionError("unreachable")
 
+    def schedule(self, request: JobRequest, secrets: Mapping[str, str], when: str) -> str:
+        """Have the Hub start the job at each time of `when` (cron, or `@daily` and the like), one at a time.
+
+        Returns the scheduled job's id. Not repeated after a lost answer: the error says how to look for it.
+        """
+        arguments = request.arguments(secrets, self.api.create_scheduled_job)
+        try:
+            return self.api.create_scheduled_job(schedule=when, concurrency=False, **arguments).id
+        except httpx.HTTPError as error:
+            raise HubProblem(
+                f"cannot schedule {request.name.run}: {explain(error)}. `hf jobs scheduled ps` shows if it is there"
+            ) from error
+
     def _lost(self, request: JobRequest) -> "JobInfo | None":
         """The job of a post whose answer was lost, if it was made."""
         for attempt in range(LOOKUPS):

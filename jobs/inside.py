@@ -1,4 +1,4 @@
-"""`python -m bucket_grpo.jobs.inside replica|trainer …`: what a job runs, once it has the package.
+"""`python -m bucket_grpo.jobs.inside replica|trainer|launcher …`: what a job runs, once it has the package.
 
 Everything that it needs to know lies in the bucket, which is mounted at `--mount`; scratch files go to local disk.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from bucket_grpo.bucket_sync.store_contract import StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.jobs.hub import HubProblem
+from bucket_grpo.jobs.launch import LaunchFailed
 from bucket_grpo.jobs.log_copy import LogCopy
 from bucket_grpo.jobs.plan import Plan
 from bucket_grpo.jobs.travel import read_plan
@@ -57,9 +58,17 @@ def run_trainer(plan: Plan, mount: Path, port: int) -> int:
     return Steward(plan, mount, scratch_folder(plan, "trainer"), port).run()
 
 
+def run_launcher(plan: Plan) -> int:
+    """Start the plan as a new incarnation; the exit status is 1 if the run is running already."""
+    from bucket_grpo.jobs.actions import Found, start_again
+
+    _, status = start_again(Found.of(plan), wait="posted", say=lambda line: print(line, flush=True))
+    return status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bucket_grpo.jobs.inside", description=__doc__)
-    parser.add_argument("role", choices=["replica", "trainer"])
+    parser.add_argument("role", choices=["replica", "trainer", "launcher"])
     parser.add_argument("--mount", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--run", required=True)
@@ -70,8 +79,10 @@ def main() -> int:
         plan = read_plan(open_store(arguments.mount), arguments.run, arguments.incarnation)
         if arguments.role == "replica":
             return run_replica(plan, arguments.part, arguments.mount, arguments.port)
+        if arguments.role == "launcher":
+            return run_launcher(plan)
         return run_trainer(plan, arguments.mount, arguments.port)
-    except (StoreError, HubProblem, ValueError, OSError) as error:
+    except (StoreError, HubProblem, LaunchFailed, ValueError, OSError) as error:
         print(f"bucket-grpo {arguments.part}: {error}", file=sys.stderr, flush=True)
         return 1
 

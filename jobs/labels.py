@@ -6,8 +6,7 @@ from typing import Any
 from bucket_grpo.bucket_sync.vocabulary import check_incarnation, check_run_name
 
 APP = "bucket-grpo"
-TRAINER, VLLM, CHECK = "trainer", "vllm", "preflight"
-ROLES = (TRAINER, VLLM, CHECK)
+TRAINER, VLLM, CHECK, LAUNCHER = "trainer", "vllm", "preflight", "launcher"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bucket_grpo.bucket_sync.vocabulary import check_run_name
 from bucket_grpo.jobs.hardware import Prices, job_usd_per_hour
-from bucket_grpo.jobs.labels import TRAINER, VLLM, JobName
+from bucket_grpo.jobs.labels import LAUNCHER, TRAINER, VLLM, JobName
 from bucket_grpo.jobs.request import BucketVolume, JobRequest
 from bucket_grpo.jobs.settings import Budget, JobSettings, seconds
 from bucket_grpo.jobs.vram import VramEstimate, replica_vram, shape_of, trainer_vram
@@ -29,6 +29,7 @@ BOOTSTRAP = (
     'python3 -m pip install -q --no-input --find-links "$BUCKET_GRPO_WHEELS" $BUCKET_GRPO_PIP; '
     'exec python3 -m bucket_grpo.jobs.inside "$@"'
 )
+LAUNCHER_IMAGE, LAUNCHER_FLAVOR, LAUNCHER_TIMEOUT = "python:3.12", "cpu-basic", "15m"
 TRAINER_PINS = ("trl==1.16.0", "peft==0.21.2")
 
 
@@ -187,6 +188,20 @@ class Plan:
             secret_names=(*TOKEN_SECRETS, *settings.secrets),
             volumes=(BucketVolume(self.bucket_id, MOUNT, read_only=False),),
             network_group=self._network_group,
+        )
+
+    def launcher(self) -> JobRequest:
+        """A small job that starts this plan anew, as a new incarnation: what a schedule repeats."""
+        return JobRequest(
+            self.namespace,
+            JobName(self.run, self.incarnation, LAUNCHER, LAUNCHER),
+            LAUNCHER_IMAGE,
+            self._command("launcher", LAUNCHER),
+            LAUNCHER_FLAVOR,
+            LAUNCHER_TIMEOUT,
+            env=self._environment(f"bucket-grpo=={self.package_version}", []),
+            secret_names=("HF_TOKEN", *self.needs.jobs.trainer.secrets),
+            volumes=(BucketVolume(self.bucket_id, MOUNT, read_only=True),),
         )
 
     @property

@@ -16,7 +16,7 @@ import pytest
 from bucket_grpo.bucket_sync.current import read_current
 from bucket_grpo.bucket_sync.hub_store import HubStore
 from bucket_grpo.jobs import launch as launch_module
-from bucket_grpo.jobs.actions import Found, cancel, resume, scale
+from bucket_grpo.jobs.actions import Found, cancel, resume, scale, start_again
 from bucket_grpo.jobs.hub import JobsHub
 from bucket_grpo.jobs.labels import name_of
 from bucket_grpo.jobs.launch import Launch, LaunchFailed, secrets_for
@@ -132,13 +132,13 @@ def test_a_job_that_cannot_start_ends_the_launch_with_its_last_words(hub: Cluste
 
 def test_a_trainer_without_a_machine_ends_the_launch_and_a_lone_replica_is_given_up(hub: Cluster) -> None:
     def impatient(plan: ScriptPlan) -> ScriptPlan:
-        jobs = plan.needs.jobs.model_copy(update={"schedule_timeout": "2s"})
+        jobs = plan.needs.jobs.model_copy(update={"schedule_timeout": "5s"})
         return replace(plan, needs=plan.needs.model_copy(update={"jobs": jobs}))
 
     hub.faults(schedule_forever=1, match="trainer")
     launch = make_launch(hub, impatient(script_plan()))
     launch.start({})
-    with pytest.raises(LaunchFailed, match="trainer got no machine within 2 s"):
+    with pytest.raises(LaunchFailed, match="trainer got no machine within 5 s"):
         launch.wait_running()
     assert eventually(lambda: parts(launch) == [])
 
@@ -174,17 +174,30 @@ def test_a_run_grows_and_shrinks_and_is_cancelled_from_anywhere(hub: Cluster) ->
     assert eventually(lambda: parts(launch) == [])
 
 
-def test_resume_replaces_what_runs_with_a_new_incarnation(hub: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_replaces_what_runs_with_a_new_incarnation(hub: Cluster) -> None:
     plan = script_plan()
     launch = make_launch(hub, plan)
     launch.start({**packed(plan), f"{plan.launch_folder}run.yaml": b"run_name: x"})
-    monkeypatch.setattr(launch, "pause", time.sleep)
     new, status = resume(Found(launch.hub, launch.store, plan), wait="posted", say=lambda _line: None)
     assert status == 0
     assert new.incarnation > plan.incarnation
     assert new.resumes == plan.incarnation
     assert launch.store.read(f"{new.launch_folder}run.yaml") == b"run_name: x"
     assert {job.labels["incarnation"] for job in launch.hub.active(run=plan.run)} == {new.incarnation}
+    cancel(Found(launch.hub, launch.store, new))
+
+
+def test_a_plan_can_be_started_anew_but_not_beside_itself(hub: Cluster) -> None:
+    plan = script_plan(trainer_script="sleep 1")
+    launch = make_launch(hub, plan)
+    launch.start(packed(plan))
+    found = Found(launch.hub, launch.store, plan)
+    with pytest.raises(LaunchFailed, match="running already"):
+        start_again(found, wait="posted", say=lambda _line: None)
+    launch.wait()
+    assert eventually(lambda: parts(launch) == [])
+    new, _ = start_again(found, wait="posted", say=lambda _line: None)
+    assert (new.incarnation > plan.incarnation, new.resumes) == (True, None)
     cancel(Found(launch.hub, launch.store, new))
 
 

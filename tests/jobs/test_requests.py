@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from bucket_grpo.jobs.actions import LaunchFlags, show_launch
@@ -38,6 +39,28 @@ def test_what_dry_run_shows_is_what_the_released_client_posts(network: str) -> N
         assert body.get("expose", {}).pop("portsPublic", []) == []
     assert posted == [request.shown()["body"] for request in plan.requests()]
     assert {request.url.path for request in hub.requests if request.method == "POST"} == {"/api/jobs/me"}
+
+
+def test_a_schedule_starts_a_small_job_that_starts_the_plan() -> None:
+    plan, bodies = make_plan(), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/scheduled-jobs/me":
+            bodies.append(json.loads(request.content))
+        owner = {"id": "u", "name": "me", "type": "user"}
+        return httpx.Response(200, json={"id": "s1", "owner": owner, "jobSpec": {}, "status": {}}, request=request)
+
+    with client_talks_to(answer):
+        assert JobsHub("me", token="hf_x").schedule(plan.launcher(), SECRETS, "@daily") == "s1"
+    (body,) = bodies
+    assert (body["schedule"], body["concurrency"]) == ("@daily", False)
+    spec = body["jobSpec"]
+    assert spec.pop("secrets") == {"HF_TOKEN": "hf_x"}
+    shown = plan.launcher().shown()["body"]
+    shown.pop("secrets")
+    assert spec == shown
+    assert spec["flavor"] == "cpu-basic"
+    assert spec["volumes"][0]["readOnly"]
 
 
 def test_every_job_has_a_timeout_labels_and_its_token_as_a_secret() -> None:
