@@ -127,7 +127,8 @@ class Reconciler:
         started = time.monotonic()
         verdict = await self._probe_once(client, version)
         if verdict.ok and version.canary is not None:
-            allowed = tolerance(version.canary.dtype, self._spec.dtype, self._spec.canary_tolerance)
+            spec = self._spec
+            allowed = tolerance(version.canary.dtype, spec.dtype, spec.device, spec.canary_tolerance)
             verdict = await check_canary(client, version.ref.name, version.canary, allowed)
         if client is not self._supervisor.client:
             return  # another life of the engine: it is STAGED again

@@ -32,8 +32,10 @@ def test_an_answer_that_is_no_answer_fails(served: list[float]) -> None:
 
 
 def test_the_tolerance_is_that_of_the_coarser_side() -> None:
-    assert tolerance("float32", "float32") < tolerance("float32", "bfloat16") == tolerance("bfloat16", "float32")
-    assert tolerance("float32", "bfloat16", override=0.5) == 0.5
+    exact = tolerance("float32", "float32", "cpu")
+    assert exact < tolerance("float32", "bfloat16", "cpu") == tolerance("bfloat16", "float32", "cpu")
+    assert exact < tolerance("float32", "float32", "cuda")
+    assert tolerance("float32", "bfloat16", "cuda", override=0.5) == 0.5
 
 
 def test_a_probe_that_changes_nothing_fails() -> None:
