@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from bucket_grpo.proxy.app import build_app
 from bucket_grpo.proxy.config import ProxyConfig, Secrets, check_exposure, load_config
+from bucket_grpo.proxy.http_server import BoundedHttpProtocol
 
 BACKLOG = 2048
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             build_app(config, secrets),
             log_level=arguments.log_level,
             access_log=False,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             server_header=False,
             proxy_headers=False,

@@ -21,6 +21,7 @@ from fake_agent import BASE, FakeAgent
 from bucket_grpo.bucket_sync.vocabulary import VersionRef, served_name
 from bucket_grpo.proxy.app import build_app
 from bucket_grpo.proxy.config import ProxyConfig, Secrets
+from bucket_grpo.proxy.http_server import BoundedHttpProtocol
 
 RUN, INCARNATION = "demo", "20261130t154500z-a1b2c3"
 
@@ -108,7 +109,8 @@ async def proxy_for(
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = build_app(config, secrets or Secrets())
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="on"))
+    options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1, "lifespan": "on"}
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttpProtocol, **options))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until(lambda: server.started or serving.done())

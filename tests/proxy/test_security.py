@@ -1,6 +1,7 @@
 """Who may ask what: keys, tokens, the allowlist, and the limits on what is sent."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -136,6 +137,24 @@ async def test_too_large_a_body_or_header_is_refused_while_the_rest_goes_on(tmp_
         assert (await proxy.get("/status", headers={"X-Long": "x" * 5000}))[0] == 431
         assert (await proxy.post("/versions", data=b"x" * 6000))[0] == 413
         assert (await proxy.complete(1))[0] == 200
+
+
+@anyio
+@pytest.mark.parametrize("piece", [b"x" * 65536, b"X-A: b\r\n" * 8192], ids=["one header", "many headers"])
+async def test_endless_headers_are_cut_off(tmp_path: Path, piece: bytes) -> None:
+    async with proxy_for([FakeAgent("a")], tmp_path) as proxy:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-First: ")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                writer.write(piece)
+                await writer.drain()
+                sent += 1
+        writer.close()
+        assert sent < 1000
+        raw = json.dumps({"model": "tiny", "prompt": [7] * 200_000}).encode()
+        assert (await proxy.post("/v1/completions", data=raw))[0] == 200, "a long body is no header"
 
 
 @anyio
