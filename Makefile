@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?=
 
-.PHONY: setup demo test test-long lint clean
+.PHONY: setup demo chaos test test-long lint clean
 
 setup: .venv/.ready
 
@@ -11,6 +11,10 @@ setup: .venv/.ready
 
 demo: setup
 	.venv/bin/bucket-grpo demo $(ARGS)
+
+# Random kills of every part while a run goes on; see benchmarks/chaos.py.
+chaos: setup
+	$(PY) benchmarks/chaos.py $(ARGS)
 
 test: setup lint
 	$(PY) -m pytest -m "not long" $(ARGS)

@@ -43,6 +43,7 @@ class DemoOptions:
     time_scale: float = 1.0
     sync: str = "deferred"
     keep: bool = False
+    max_training_restarts: int = 3
     vllm_command: list[str] | None = None
     """What starts vLLM, where it is not the installed one; for tests."""
 
@@ -92,7 +93,8 @@ class Demo:
                     self.progress.step(row)
                 self.progress.fleet(self._proxy_status(client))
                 if not (self.run_dir / "outcome.json").exists():  # a run that is over lets its replicas end themselves
-                    self.local.check_parts()
+                    for healed in self.local.heal():
+                        self.progress.note(healed)
                 time.sleep(0.3)
         for row in metrics.new():
             self.progress.step(row)
@@ -121,7 +123,9 @@ class Demo:
             spec["vllm_command"] = self.options.vllm_command
         path = self.run_dir / f"vllm-{index}.json"
         path.write_text(json.dumps(spec, indent=1))
-        self.local.start(f"vllm-{index}", [sys.executable, "-m", "bucket_grpo.inference", "--config", str(path)])
+        self.local.start_replica(
+            f"vllm-{index}", [sys.executable, "-m", "bucket_grpo.inference", "--config", str(path)]
+        )
         self.agent_urls.append(f"http://127.0.0.1:{port}")
 
     def _start_trainer(self, mount: Path, checkpoints: Path) -> Child:
@@ -138,13 +142,14 @@ class Demo:
             replicas=self.agent_urls,
             proxy_port=self.options.port,
             sync=self.options.sync,
+            max_training_restarts=self.options.max_training_restarts,
             server_timeout_s=REPLICA_START_TIMEOUT_S,
         )
         path = job.write(self.run_dir / "trainer.json")
-        trainer = self.local.start("supervisor", [sys.executable, "-m", "bucket_grpo.trainer", "--config", str(path)])
-        self.local.children.remove(trainer)  # its end is the run's end, not a lost part
-        self.trainer = trainer
-        return trainer
+        self.trainer = self.local.start(
+            "supervisor", [sys.executable, "-m", "bucket_grpo.trainer", "--config", str(path)]
+        )
+        return self.trainer
 
     def _proxy_status(self, client: httpx.Client) -> dict[str, Any] | None:
         url = self.run_dir / "proxy.url"

@@ -19,6 +19,9 @@ from bucket_grpo.cli.errors import UserError
 from bucket_grpo.runtime.processes import Child, spawn
 
 NO_FUSE_STATUS = 3
+MAX_REPLICA_RESTARTS = 20
+# Exit statuses of a replica that would only end the same way again: bad config, port in use, engine gave up.
+FINAL_STATUSES = (2, 3, 4)
 MIN_FREE_BYTES = 64 * 2**20
 
 
@@ -34,8 +37,18 @@ class Mount:
 
 
 @dataclass
+class Replica:
+    """A replica's process, and how to start it again."""
+
+    name: str
+    command: list[str]
+    child: Child
+    restarts: int = 0
+
+
+@dataclass
 class LocalRun:
-    """The processes of one local run, in the order in which they were started.
+    """The mounts and replicas of one local run.
 
     Args:
         run_dir: everything the run leaves: logs, metrics, journal, report, and the bucket's objects.
@@ -48,7 +61,7 @@ class LocalRun:
     objects: Path = field(init=False)
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     mounts: list[Mount] = field(default_factory=list)
-    children: list[Child] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.run_dir = self.run_dir.absolute()
@@ -102,25 +115,38 @@ class LocalRun:
         raise PartFailed(f"mounting the bucket at {path} took more than 20 s: {last_line(child)}")
 
     def start(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> Child:
-        """Start a part of the run; its log is `logs/<name>.log`."""
-        child = spawn(command, name=name, log_path=self._log(name), env={**self.env, **(env or {})})
-        self.children.append(child)
-        return child
+        """Start a part of the run; its log is `logs/<name>.log`. The caller ends it."""
+        return spawn(command, name=name, log_path=self._log(name), env={**self.env, **(env or {})})
 
-    def check_parts(self) -> None:
-        """Raise `PartFailed` if a replica or a mount has ended by itself."""
-        for child in [*self.children, *(mount.child for mount in self.mounts)]:
-            status = child.poll()
-            if status is not None:
-                raise PartFailed(f"{child.name} ended with status {status}: {last_line(child)} (log: {child.log_path})")
+    def start_replica(self, name: str, command: list[str]) -> None:
+        """Start a replica that is started again when it is lost, as a job's platform would."""
+        self.replicas.append(Replica(name, command, self.start(name, command)))
+
+    def heal(self) -> list[str]:
+        """Start lost replicas again, and say which; `PartFailed` for a part that can't be helped that way."""
+        for mount in self.mounts:
+            if (status := mount.child.poll()) is not None:
+                raise PartFailed(ended(mount.child, status))
+        started = []
+        for replica in self.replicas:
+            status = replica.child.poll()
+            if status is None:
+                continue
+            if status in FINAL_STATUSES or replica.restarts == MAX_REPLICA_RESTARTS:
+                raise PartFailed(ended(replica.child, status))
+            replica.child.stop(0)  # what is left of its process group
+            replica.restarts += 1
+            replica.child = self.start(replica.name, replica.command)
+            started.append(f"{replica.name} ended with status {status}; started it again")
+        return started
 
     def stop(self, grace_s: float = 15.0) -> None:
-        """End every part, newest first, then the mounts. Safe to call twice, and on a half-started run."""
-        for child in reversed(self.children):
-            child.terminate()
+        """End the replicas, then the mounts. Safe to call twice, and on a half-started run."""
+        for replica in self.replicas:
+            replica.child.terminate()
         deadline = time.monotonic() + grace_s
-        for child in reversed(self.children):
-            child.stop(max(0.1, deadline - time.monotonic()))
+        for replica in self.replicas:
+            replica.child.stop(max(0.1, deadline - time.monotonic()))
         for mount in reversed(self.mounts):
             mount.child.terminate()
         for mount in reversed(self.mounts):
@@ -129,11 +155,15 @@ class LocalRun:
                 subprocess.run(["fusermount3", "-uz", str(mount.path)], check=False)
             with contextlib.suppress(OSError):
                 shutil.rmtree(mount.path) if not mount.fuse else mount.path.rmdir()
-        self.children.clear()
+        self.replicas.clear()
         self.mounts.clear()
 
     def _log(self, name: str) -> Path:
         return self.run_dir / "logs" / f"{name}.log"
+
+
+def ended(child: Child, status: int) -> str:
+    return f"{child.name} ended with status {status}: {last_line(child)} (log: {child.log_path})"
 
 
 def last_line(child: Child) -> str:

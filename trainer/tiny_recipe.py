@@ -168,19 +168,37 @@ def batches(tokenizer: Any, rng: random.Random, wrong_frac: float) -> Iterator[t
 def train(
     model: "Qwen2ForCausalLM", data: Iterator[tuple["torch.Tensor", "torch.Tensor"]], steps: int, lr: float
 ) -> None:
-    """AdamW with a linear decay, so that the last steps settle."""
+    """Adam with a linear decay, so that the last steps settle."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+    parameters = list(model.parameters())
+    optimizer = Adam(parameters)
     model.train()
     for step in range(steps):
         tokens, labels = next(data)
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps)
         loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False)
+        optimizer.step(lr * min(1.0, (step + 1) / 20) * (1 - step / steps))
+        model.zero_grad()
+
+
+class Adam:
+    """Adam with epsilon under the root. torch's own takes square roots through MKL, and those differ between CPUs."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+        self.moments = [(p.detach().clone().zero_(), p.detach().clone().zero_()) for p in parameters]
+        self.steps = 0
+
+    def step(self, lr: float, beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-16) -> None:
+        self.steps += 1
+        for parameter, (mean, square) in zip(self.parameters, self.moments, strict=True):
+            gradient = parameter.grad
+            mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            inverse_root = square.div(1 - beta2**self.steps).add_(epsilon).rsqrt_()
+            parameter.data.addcmul_(mean, inverse_root, value=-lr / (1 - beta1**self.steps))
 
 
 def save_weights(model: "Qwen2ForCausalLM", folder: Path) -> None:

@@ -191,6 +191,7 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
             trainer.publisher.close(timeout=30)
             write_json(job.run_dir / "publisher.json", trainer.publisher.stats())
         save_proxy_status(job.run_dir, proxy_url)
+    trainer.lineage.write(job.run_dir)
     return Outcome(
         exit_reason="terminated" if folder.terminated else "finished",
         seed=trainer.args.seed,
