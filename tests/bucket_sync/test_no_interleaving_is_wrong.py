@@ -244,8 +244,10 @@ SETTINGS = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 
-Fleet.TestCase.settings = settings(max_examples=200, **SETTINGS)
-TestFleet = pytest.mark.timeout(300)(Fleet.TestCase)
+
+@pytest.mark.timeout(300)
+class TestFleet(Fleet.TestCase):
+    settings = settings(max_examples=200, **SETTINGS)
 
 
 @pytest.mark.long
