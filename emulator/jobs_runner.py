@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bucket_grpo.emulator.hub_errors import HubError
+from bucket_grpo.emulator.jobs_environment import Surroundings, clean_environment, hosts_text, members_of
 from bucket_grpo.emulator.jobs_gateway import Gateway
-from bucket_grpo.emulator.jobs_hardware import accelerator_of
 from bucket_grpo.emulator.jobs_network import JobNetwork, NetworkRefused
 from bucket_grpo.emulator.jobs_record import Job, JobSpec
 from bucket_grpo.emulator.tokens import TokenBook
@@ -200,7 +200,7 @@ class JobRunner:
             pass_fds=[status_write],
             start_new_session=True,
             limit=1 << 20,
-            env=_clean_environment(),
+            env=clean_environment(),
         )
         os.close(status_write)
         job.pid = process.pid
@@ -217,7 +217,7 @@ class JobRunner:
                 self._write_hosts(job)
             targets = await self._open_gateways(job, address)
             assert process.stdin is not None
-            process.stdin.write(json.dumps(self._inside(job, address, targets)).encode() + b"\n")
+            process.stdin.write(json.dumps(self._inside(job, targets)).encode() + b"\n")
             await process.stdin.drain()
             process.stdin.close()
             logging = asyncio.create_task(self._log(job, process))
@@ -288,61 +288,24 @@ class JobRunner:
                 file.flush()
                 await self.notify()
 
-    def _inside(self, job: Job, address: str | None, ports: dict[int, int]) -> dict[str, Any]:
-        spec = job.spec
-        endpoint = f"http://{self.address}:{self.port}"
-        paths = {} if address else {v.mount_path: str(job.folder / "volumes" / v.mount_path[1:]) for v in spec.volumes}
-        home = "/tmp" if address else str(job.folder / "tmp")
-        env = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "HOME": home,
-            "TMPDIR": home,
-            "LANG": "C.UTF-8",
-            "HF_ENDPOINT": endpoint,
-            "JOB_ID": job.id,
-            "ACCELERATOR": accelerator_of(spec.flavor),
-            "CPU_CORES": str(os.cpu_count() or 1),
-            "MEMORY": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30}Gi",
-            **(_group_environment(spec.network.group) if spec.network else {}),
-            **spec.environment,
-            **spec.secrets,
-        }
+    def _inside(self, job: Job, ports: dict[int, int]) -> dict[str, Any]:
+        """The line that the first process reads; see `jobs_inside.Inside`."""
         user = self.tokens.user(job.owner)
         assert user is not None
-        mount_env = {**_clean_environment(), "HF_ENDPOINT": endpoint, "HF_TOKEN": user.tokens["write"]}
+        surroundings = Surroundings(f"http://{self.address}:{self.port}", user.tokens["write"], ports)
         return {
-            "command": [_mapped(word, paths, ports) for word in [*spec.command, *spec.arguments]],
-            "env": {key: _mapped(value, paths, ports) for key, value in env.items()},
-            "mount_env": mount_env | {"HOME": home, "HF_HOME": f"{home}/.mount", "TMPDIR": home},
-            "volumes": [
-                {
-                    "source": "/".join(filter(None, (v.source, (v.path or "").strip("/")))),
-                    "path": paths.get(v.mount_path, v.mount_path),
-                    "read_only": v.read_only,
-                }
-                for v in spec.volumes
-            ],
-            "mount_options": ["--endpoint", endpoint, *self.options.mount_options],
+            **surroundings.of(job),
+            "mount_options": ["--endpoint", surroundings.endpoint, *self.options.mount_options],
             "folder": str(job.folder),
-            "address": f"{address}/16" if address else None,
+            "address": f"{job.address}/16" if job.address else None,
             "stop_grace_s": self.options.stop_grace_s,
             "flush_grace_s": self.options.flush_grace_s,
         }
 
     def _write_hosts(self, job: Job) -> None:
         """Tell every running member of the job's network group, and the job itself, where the members are."""
-        group = job.spec.network.group if job.spec.network else None
-        members = [
-            other
-            for other in self.jobs.values()
-            if other.address and group and other.spec.network and other.spec.network.group == group
-        ]
-        lines = [f"{job.address} {job.id}"] if job.address else []
-        for member in members:
-            assert member.spec.network is not None
-            names = [group_host(group), *(f"{group}-{alias}" for alias in member.spec.network.aliases)]
-            lines += [f"{member.address} {' '.join(names)}"]
-        text = Path("/etc/hosts").read_text() + "\n" + "\n".join(lines) + "\n"
+        members = members_of(job, self.jobs.values())
+        text = hosts_text(job, members)
         for reader in {job.id: job, **{member.id: member for member in members}}.values():
             with (reader.folder / "hosts").open("w") as file:  # in place: it is bound into the job's root
                 file.write(text)
@@ -367,29 +330,6 @@ class JobRunner:
         job.expose_urls = []
         for gateway in self._gateways.pop(job.id, []):
             await gateway.close()
-
-
-def group_host(group: str | None) -> str:
-    return f"{group}-members"
-
-
-def _group_environment(group: str) -> dict[str, str]:
-    return {"HF_NETWORK_GROUP_HOSTNAME": group_host(group), "HF_NETWORK_GROUP_PREFIX": f"{group}-"}
-
-
-def _mapped(text: str, paths: dict[str, str], ports: dict[int, int]) -> str:
-    """`text` with mount paths and exposed ports replaced by those that a plain process has instead."""
-    for asked, given in paths.items():
-        if text == asked or text.startswith(asked + "/"):
-            return given + text[len(asked) :]
-    if text.isdecimal() and int(text) in ports:
-        return str(ports[int(text)])
-    return text
-
-
-def _clean_environment() -> dict[str, str]:
-    """What the first process needs of ours: no tokens, no caches, no settings of the user."""
-    return {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
 
 
 async def _pipe_reader(fd: int) -> asyncio.StreamReader:
