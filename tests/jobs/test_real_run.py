@@ -52,7 +52,7 @@ class Shell:
 
     def wait_for_step(self, step: int, launcher: subprocess.Popen[str], timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
-        while (self.said().get("step") or 0) < step:
+        while not (said := self.said()) or said["state"] != "running" or (said.get("step") or 0) < step:
             assert launcher.poll() is None, (launcher.communicate(), "the launch ended early")
             assert time.monotonic() < deadline, f"step {step} was not reached in {timeout_s} s"
             time.sleep(2)
@@ -71,6 +71,23 @@ def shell(hub: Cluster, tmp_path: Path) -> Shell:
 def nothing_runs(hub: Cluster) -> bool:
     active = list(hub.api.list_jobs(status=["SCHEDULING", "RUNNING"], namespace="me"))
     return not active and not running_with("vllm.entrypoints")
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_run_is_launched_followed_reported_and_ended(
+    hub: Cluster, shell: Shell, tmp_path: Path, replicas: int
+) -> None:
+    launcher = shell.launch("--steps", "30", "--replicas", str(replicas))
+    launcher.communicate(timeout=500)
+    assert launcher.returncode == 0
+    outcome = shell.results(tmp_path / "results")
+    assert (outcome["exit_reason"], outcome["steps"]) == ("finished", 30)
+    report = shell("report", str(tmp_path / "results"), "--json")
+    assert report.returncode == 0, report.stderr
+    figures = json.loads(report.stdout.splitlines()[-1])
+    assert figures["steps"] == 30
+    assert shell("cancel", RUN).returncode == 0
+    assert eventually(lambda: nothing_runs(hub))
 
 
 def test_a_lost_replica_is_replaced_and_the_run_finishes(hub: Cluster, shell: Shell, tmp_path: Path) -> None:
