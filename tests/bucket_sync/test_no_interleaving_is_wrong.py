@@ -27,6 +27,7 @@ from bucket_grpo.bucket_sync.vocabulary import VersionRef, parse_version_key
 
 RUN = "run"
 WINDOW = 2
+MEMORY = Path("/dev/shm")  # thousands of fsyncs and deleted folders take long on a disk
 LOST = st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=3)
 WEATHER = st.lists(st.sampled_from(["truth", "missing", "eio", "former", "part", "garbage", "neighbour"]), max_size=2)
 
@@ -44,7 +45,7 @@ class Trainer:
 class Fleet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="fleet-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=MEMORY if MEMORY.is_dir() else None))
         self.bucket = Bucket()
         self.trainers: list[Trainer] = []
         self.packed: dict[str, bytes] = {}  # key → the only bytes that it may ever stand for
