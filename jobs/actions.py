@@ -80,6 +80,7 @@ def plan_launch(
     files = local_files(run_file.reward_funcs, run_file.dataset_name, base)
     if flags.script is not None:
         files |= local_files([str(flags.script.resolve())], None, base)
+    run_file = run_file.model_copy(update={"bucket": bucket})
     needs = needs_of(
         run_file,
         bucket=bucket,

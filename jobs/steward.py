@@ -152,8 +152,6 @@ class Steward:
         status = training.stop(5)
         log.copy(self._logs)
         self._read_metrics()
-        self.carrier.look(ended=True)
-        print(f"checkpoints in the bucket: steps {self.carrier.close() or 'none'}", flush=True)
         if self.why is not None and not self.asked_to_stop:
             return BUDGET_STATUS
         return status if status >= 0 else 128 - status
@@ -201,9 +199,12 @@ class Steward:
         self.plan = read_plan(self.store, self.plan.run, self.plan.incarnation)  # `scale` changes it
         self.fleet.plan = self.plan
         jobs = self.hub.jobs(run=self.plan.run, incarnation=self.plan.incarnation)
-        self.usd = running_usd(jobs, self.prices, EXPOSED_USD_PER_HOUR)
+        self.usd = self._spent(jobs)
         self.urls = self.fleet.urls(jobs)
         self._start_again(jobs)
+
+    def _spent(self, jobs: Sequence["JobInfo"]) -> float:
+        return running_usd(jobs, self.prices, EXPOSED_USD_PER_HOUR)
 
     def _start_again(self, jobs: Sequence["JobInfo"]) -> None:
         again = self.fleet.lost(jobs)
@@ -254,16 +255,19 @@ class Steward:
         return {"live": status.get("live"), "accepted": status.get("accepted")}
 
     def _finish(self, status: int) -> None:
-        """End the replicas first: they cost the most. Then the results, then the last word."""
+        """End the replicas first: they cost the most. Then checkpoint and results, then the last word."""
         try:
             labels = {"run": self.plan.run, "incarnation": self.plan.incarnation, "role": VLLM}
             ended = cancel_jobs(self.hub, **labels)
             print(f"ended {', '.join(ended) or 'no replica: none was active'}", flush=True)
+            self.usd = self._spent(self.hub.jobs(run=self.plan.run, incarnation=self.plan.incarnation))
         except HubProblem as error:
             print(f"replicas not cancelled ({error}): they end by the run's state", file=sys.stderr, flush=True)
+        self.carrier.look(ended=True)
+        print(f"checkpoints in the bucket: steps {self.carrier.close() or 'none'}", flush=True)
         try:
             close_run(self.store, self.plan.run, self.plan.incarnation)
-            self._name_cause()
+            self._complete_outcome()
             self._upload_results()
         except (StoreError, Superseded, OSError) as error:
             print(f"results not complete in the bucket: {error}", file=sys.stderr, flush=True)
@@ -271,15 +275,14 @@ class Steward:
         if self.why:
             alert(self.plan.needs.budget.alert, {"run": self.plan.run, "why": self.why, "usd": round(self.usd, 4)})
 
-    def _name_cause(self) -> None:
-        """`outcome.json` says `terminated` of a run that we ended: say why we did."""
+    def _complete_outcome(self) -> None:
+        """Add to `outcome.json` what training can't know: the cost, and why a run that we ended was ended."""
         path = self.run_dir / "outcome.json"
-        if self.why is None:
-            return
         outcome = json.loads(path.read_text()) if path.exists() else {"exit_reason": "died"}
-        if outcome["exit_reason"] in ("terminated", "died"):
+        outcome["cost_usd"] = round(self.usd, 4)
+        if self.why is not None and outcome["exit_reason"] in ("terminated", "died"):
             outcome |= {"exit_reason": self.why.partition(":")[0].replace(" ", "_"), "error": self.why}
-            path.write_text(json.dumps(outcome, indent=1))
+        path.write_text(json.dumps(outcome, indent=1))
 
     def _upload_results(self) -> None:
         for path in result_files(self.run_dir):
