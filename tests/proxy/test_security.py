@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,20 +166,33 @@ async def test_no_redirect_is_followed_with_a_token(tmp_path: Path) -> None:
         followed.append(request.headers.get("Authorization"))
         return web.Response(status=200)
 
-    app = web.Application()
-    app.router.add_route("*", "/{rest:.*}", trap)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    location = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/"  # type: ignore[union-attr]
-    agents = [FakeAgent("a", token=TOKEN), FakeAgent("b", token=TOKEN)]
-    for agent in agents:
-        agent.misbehave = lambda _: web.Response(status=307, headers={"Location": location})
+    async def serve(handler: Callable) -> tuple[web.AppRunner, str]:
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner, f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+
+    def redirected() -> web.Response:
+        return web.Response(status=307, headers={"Location": f"{trap_url}/x"})
+
+    async def redirect(_request: web.Request) -> web.Response:
+        return redirected()
+
+    trap_runner, trap_url = await serve(trap)
+    lure_runner, lure_url = await serve(redirect)
+    agents = [FakeAgent("a", token=TOKEN, misbehave=lambda _: redirected())]
+    await agents[0].start()
     async with proxy_for(agents, tmp_path, secrets=SECRETS, headers=AUTH, max_attempts=2) as proxy:
+        await proxy.put("/replicas", {"urls": [agents[0].url, lure_url]})
         await proxy.live(1)
         assert (await proxy.complete(1))[0] == 503
-    await runner.cleanup()
+        await asyncio.sleep(0.5)
+        assert "answered 307" in (await proxy.status())["replicas"][1]["reason"]
+    await trap_runner.cleanup()
+    await lure_runner.cleanup()
     assert followed == []
 
 

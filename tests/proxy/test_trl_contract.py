@@ -84,6 +84,7 @@ async def test_an_unloaded_version_retires_once_a_newer_one_is_live_and_leaves_t
     agent = FakeAgent("a")
     async with proxy_for([agent], tmp_path) as proxy:
         await proxy.live(1)
+        await proxy.complete(1)
         await proxy.post("/v1/unload_lora_adapter", {"lora_name": "trl-policy-v1"})
         await asyncio.sleep(0.3)
         assert name(1) in agent.versions, "nothing newer is live yet"
