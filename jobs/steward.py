@@ -100,7 +100,7 @@ class Steward:
         limit_s = seconds(self.plan.needs.jobs.schedule_timeout)
         deadline = time.monotonic() + limit_s
         while not self.asked_to_stop:
-            self._look()
+            self._keep_house()
             if self.urls:
                 print(f"first replica: {self.urls[0]}", flush=True)
                 return True
@@ -191,7 +191,7 @@ class Steward:
         self.carrier.look()
         try:
             self._look()
-        except HubProblem as error:
+        except (HubProblem, StoreError) as error:
             print(f"fleet not seen this time: {error}", file=sys.stderr, flush=True)
         self._tell_proxy()
 
