@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from bucket_grpo.bucket_sync.current import Superseded
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
@@ -19,7 +21,7 @@ from bucket_grpo.jobs.hardware import Prices, documented_prices
 from bucket_grpo.jobs.hub import HubProblem, JobsHub, is_active
 from bucket_grpo.jobs.labels import VLLM, name_of
 from bucket_grpo.jobs.launch import Launch, LaunchFailed, cancel_jobs, close_run, secrets_for
-from bucket_grpo.jobs.plan import BUCKET_URL, Cost, Plan, dry_run, needs_of, parse_bucket
+from bucket_grpo.jobs.plan import BUCKET_URL, MOUNT, PORT, Cost, Plan, dry_run, needs_of, parse_bucket
 from bucket_grpo.jobs.travel import PLAN_FILE, local_files, pack, read_plan
 from bucket_grpo.jobs.watch import bucket_of
 from bucket_grpo.jobs.wheel import version
@@ -96,7 +98,20 @@ def plan_launch(
         files={name: path.name for name, path in files.items()},
         script=str(flags.script.resolve()) if flags.script else None,
     )
+    check_replica(plan)
     return plan, run_file.dump(), files
+
+
+def check_replica(plan: Plan) -> None:
+    """Refuse here what the agent would refuse in its job. Raises `ValueError` in one line."""
+    from bucket_grpo.inference.spec import ReplicaSpec
+
+    try:
+        ReplicaSpec.model_validate(plan.agent_spec("vllm-0", Path(MOUNT), PORT, Path("/tmp"), gpu=True))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(["jobs.vllm", *map(str, problem["loc"])])
+        raise ValueError(f"{where}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
 def show_launch(run_file: "RunFile", flags: LaunchFlags, base: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bucket_grpo.jobs.actions import LaunchFlags, show_launch
+from bucket_grpo.jobs.actions import LaunchFlags, plan_launch, show_launch
 from bucket_grpo.jobs.hub import JobsHub
 from bucket_grpo.jobs.plan import Plan
 from bucket_grpo.trainer.run_file import RunFile
@@ -101,6 +101,16 @@ def test_a_secret_without_a_value_is_named_before_anything_is_posted(plan: Plan)
 def test_a_run_name_that_cannot_be_a_label_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be a job's label"):
         make_plan(run_name="a.b")
+
+
+def test_vllm_flags_reach_the_agent_and_ours_are_refused_before_anything_is_posted() -> None:
+    run = RunFile.load(RECIPE)
+    plan, _, _ = plan_launch(run, LaunchFlags(), RECIPE.parent, "me")
+    spec = plan.agent_spec("vllm-0", Path("/lora"), 8000, Path("/tmp"), gpu=True)
+    assert (spec["max_model_len"], spec["device"], spec["bucket"], spec["port"]) == (4096, "cuda", "/lora", 8000)
+    jobs = run.jobs.model_copy(update={"vllm": run.jobs.vllm.model_copy(update={"args": {"enable-lora": False}})})
+    with pytest.raises(ValueError, match=r"jobs\.vllm.*--enable-lora is set by bucket-grpo"):
+        plan_launch(run.model_copy(update={"jobs": jobs}), LaunchFlags(), RECIPE.parent, "me")
 
 
 def test_the_plan_survives_the_bucket(plan: Plan) -> None:
