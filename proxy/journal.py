@@ -1,7 +1,7 @@
 """What really answered: one JSON line per completion, written behind the requests by a thread.
 
-The loop only appends to a list; hashing, encoding and writing happen in the thread, every `FLUSH_S`. A kill loses at
-most what was answered since the last flush.
+The loop only appends to a list; hashing, encoding and writing happen in the thread, every `FLUSH_S` and in small
+portions, since it shares the interpreter with the loop. A kill loses at most what was answered since the last flush.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import orjson
 
 from bucket_grpo.proxy.completion import ids_sha256
 
-FLUSH_S = 0.4
+FLUSH_S = 0.1
 MAX_PENDING = 50_000
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ Route = Literal["affinity", "cold", "spilled"]
 TOKEN_BYTES = 4
 BLOCK_BYTES = 16 * TOKEN_BYTES
 PACE_NOISE = 0.25
+REUSE_RATIO = 1.1
 
 
 @dataclass(slots=True)
@@ -56,8 +57,8 @@ class Group:
     owner: Backlog
     epoch: int
     prompt_bytes: int
-    follows: bool
     end: tuple[int, bytes] | None
+    complete: bool = False
     size: int = 0
     reserved: float = 0.0
 
@@ -279,27 +280,33 @@ class Router:
         """A new group goes where a prompt that it extends was answered, else where the least work is."""
         chain = chain_of(prompt)
         before = prompts.longest_ending_in(prompt, chain)
-        owner, route, uncached = self._least_loaded(), "cold", len(prompt)
+        owner, uncached = self._least_loaded(), len(prompt)
+        route: Route = "cold"
         if before is not None and before.owner.url in self._choice and before.owner.epoch == before.epoch:
             if self._worth_moving(before.owner, owner, completion + self._prefill_weight * len(prompt)):
                 route = "spilled"
             else:
                 owner, route, uncached = before.owner, "affinity", len(prompt) - before.prompt_bytes
         end = (chain[-1], prompt[len(chain) * BLOCK_BYTES :]) if chain else None
-        group = Group(key, owner, owner.epoch, len(prompt), before is not None, end)
+        group = Group(key, owner, owner.epoch, len(prompt), end)
         prompts.remember(group, self._max_groups)
         if before is None:
-            group.reserved = self._group_size * completion
-            owner.tokens += group.reserved
-            self._open.append(group)
-            if len(self._open) > self._open_limit:
-                self._close(self._open.popleft())
-        return group, route, uncached  # type: ignore[return-value]
+            self._reserve(group, completion)
+        return group, route, uncached
+
+    def _reserve(self, group: Group, completion: float) -> None:
+        """Count the rollouts that are still to come, until enough younger groups have started."""
+        group.reserved = self._group_size * completion
+        group.owner.tokens += group.reserved
+        self._open.append(group)
+        if len(self._open) > self._open_limit:
+            self._close(self._open.popleft())
 
     def _close(self, group: Group) -> None:
         """No more rollouts are expected; its size teaches what to reserve for the next groups."""
         group.owner.tokens -= group.reserved
         group.reserved = 0.0
+        group.complete = True
         self._group_size += 0.2 * (group.size - self._group_size)
 
     def _follow(self, group: Group, completion: float) -> Route:
@@ -307,6 +314,8 @@ class Router:
         if group.owner.url not in self._choice or group.owner.epoch != group.epoch:
             self._move(group, self._least_loaded())
             return "cold"
+        if group.complete:
+            return self._ask_again(group, completion)
         extra = max(group.reserved, completion) + self._prefill_weight * group.prompt_bytes
         # The last one found is a hint that costs nothing; only if it promises a saving are all of them looked at.
         if self._least is None or self._worth_moving(group.owner, self._least, extra):
@@ -315,6 +324,16 @@ class Router:
                 self._move(group, best)
                 return "spilled"
         return "affinity"
+
+    def _ask_again(self, group: Group, completion: float) -> Route:
+        """A prompt that was complete begins anew: it could go anywhere, its cache is only worth a prefill."""
+        best = self._least_loaded()
+        stays = self._cost(group.owner) <= REUSE_RATIO * self._cost(best, self._prefill_weight * group.prompt_bytes)
+        if not stays:
+            group.owner, group.epoch = best, best.epoch
+        group.complete, group.size = False, 0
+        self._reserve(group, completion)
+        return "affinity" if stays else "cold"
 
     def _worth_moving(self, owner: Backlog, best: Backlog, extra: float) -> bool:
         """A spill costs a prefill, so each token must come clearly sooner, even after the work has moved."""

@@ -100,6 +100,21 @@ def test_a_replica_that_was_slow_is_tried_again_after_a_while() -> None:
     raise AssertionError("b was never tried again")
 
 
+def test_a_prompt_that_comes_back_later_is_not_bound_to_a_busy_replica() -> None:
+    asker = Asker()
+    for index in range(20):
+        asker.group(prompt_of(index), ("a",))
+        asker.end_all()
+    asker.group(prompt_of(100), ("a",))
+    again = asker.group(prompt_of(0), TWO)
+    assert {placement.url for placement in again} == {"b"}
+    asker.end_all()
+    for index in range(200, 220):
+        asker.group(prompt_of(index), TWO)
+        asker.end_all()
+    assert asker.ask(prompt_of(0), TWO).url == "b", "where it was cached last, all else being equal"
+
+
 def test_far_behind_a_group_moves_as_a_whole() -> None:
     asker = Asker()
     for index in range(100):
