@@ -66,14 +66,11 @@ class Chaos:
             print(f"chaos: no {part} to kill", file=sys.stderr)
             return
         victim = self.rng.choice(victims)
-        before = (self._metrics_id(), self._last_step())
-        killed_at = time.monotonic()
+        killed_at, killed_at_clock = time.monotonic(), time.time()
+        print(f"chaos: killing {part} ({victim}) at step {self._last_step()}", file=sys.stderr, flush=True)
         os.kill(victim, signal.SIGKILL)
-        print(f"chaos: killed {part} ({victim}) at step {before[1]}", file=sys.stderr, flush=True)
         back = {
-            "training": lambda: (
-                self._metrics_id() != before[0] and (self._last_step() or 0) > 0 and self._fresh(killed_at)
-            ),
+            "training": lambda: self._last_row().get("time", 0) > killed_at_clock,
             "proxy": lambda: self._status() is not None,
             "agent": self._all_routable,
             "engine": self._all_routable,

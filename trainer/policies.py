@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from bucket_grpo.bucket_sync.safetensors_file import header_for
 from bucket_grpo.bucket_sync.version_file import VerifiedVersion
@@ -35,6 +36,7 @@ class PolicySwitch:
         self.base_model = base_model
         self._temperature = temperature
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        disable_progress_bar()  # the audit shows its own
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base_model, dtype=torch.float32).eval()
         self._model.to(device=self._device)
         self._vocabulary = self._model.config.get_text_config().vocab_size
@@ -50,7 +52,8 @@ class PolicySwitch:
         if self._peft is None or config != self._config:
             if self._peft is not None:
                 self._model = self._peft.unload()
-            self._peft = get_peft_model(self._model, LoraConfig.from_peft_type(**version.adapter_config)).eval()
+            lora = LoraConfig.from_peft_type(**{**version.adapter_config, "base_model_name_or_path": self.base_model})
+            self._peft = get_peft_model(self._model, lora).eval()
             self._config = config
         tensors = safetensors.torch.load(header_for({"format": "pt"}, version.tensors) + bytes(version.body))
         places = sum(1 for name, _ in self._peft.named_parameters() if ".lora_" in name)
