@@ -58,7 +58,8 @@ def audit(run_dir: RunDir, as_json: AsJson = False) -> None:
         print(json.dumps(result))
     else:
         for key, value in result.items():
-            print(f"{key:28} {value}")
+            if key != "worst":
+                print(f"{key:28} {value}")
     raise typer.Exit(1 if result["wrong_policy_samples"] else 0)
 
 
