@@ -61,7 +61,8 @@ class Exchange:
 class Completions:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._ids = (f"{os.urandom(4).hex()}-{number}" for number in count())
+        start = os.urandom(4).hex()
+        self._ids = (f"{start}-{number}" for number in count())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -80,7 +81,7 @@ class Completions:
         service.counters.requests += 1
         service.in_flight += 1
         watch = _ClientWatch(exchange, receive)
-        status, reason = CLIENT_GONE, None
+        status, reason = 500, None
         try:
             try:
                 answer = await self._exchange(exchange, send)
@@ -97,6 +98,7 @@ class Completions:
             if not exchange.client_gone or task is None:
                 raise
             task.uncancel()
+            status = CLIENT_GONE
         finally:
             watch.stop()
             service.in_flight -= 1
