@@ -1,5 +1,6 @@
 """What PEFT computes on its own: the policy that a replica claims to serve."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -17,8 +18,11 @@ def random_adapter(model: str, folder: Path, seed: int, base: str, scale: float 
     for name, weight in policy.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(weight, std=scale)
-    policy.peft_config["default"].base_model_name_or_path = base
     policy.save_pretrained(folder)
+    config_file = (
+        folder / "adapter_config.json"
+    )  # renamed afterwards: while saving, PEFT would look for `base` on the Hub
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": base}))
     return folder
 
 

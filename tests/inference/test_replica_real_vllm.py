@@ -49,7 +49,7 @@ def refs(versions: Bucket, adapters: dict[int, Path]) -> dict[int, VersionRef]:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path, versions: Bucket) -> Iterator[Replica]:
-    with replica_process(folder, versions.root, model=MODEL, max_model_len=256) as running:
+    with replica_process(folder, versions.root, model=MODEL, max_model_len=256, stall_after_s=8) as running:
         running.wait_for(lambda s: s["engine"] == "ready", START_S)
         yield running
 
@@ -147,6 +147,20 @@ def test_a_killed_engine_process_is_named_replaced_and_has_its_versions_back(
     for ref in refs.values():
         replica.wait_state(ref, "READY", 60)
         assert replica.complete(ref.name).status_code == 200
+
+
+def test_an_engine_that_stands_still_is_replaced_although_its_health_is_fine(
+    replica: Replica, refs: dict[int, VersionRef]
+) -> None:
+    replica.want(*refs.values())
+    replica.wait_state(refs[1], "READY", START_S)
+    epoch = replica.status()["engine_epoch"]
+    os.kill(engine_process(replica).pid, signal.SIGSTOP)
+    assert replica.client.get("/metrics").status_code == 200, "vLLM's own server does not notice"
+    assert replica.complete(refs[1].name).status_code in (500, 503), "the request ends with its engine"
+    replica.wait_for(lambda s: s["engine"] == "ready" and s["engine_epoch"] == epoch + 1, START_S)
+    replica.wait_state(refs[1], "READY", 60)
+    assert replica.complete(refs[1].name).status_code == 200
 
 
 def engine_process(replica: Replica) -> psutil.Process:
