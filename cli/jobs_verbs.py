@@ -237,6 +237,7 @@ def scale(
 
 def resume(
     run: RunName,
+    max_usd: Annotated[float | None, typer.Option(help="what this incarnation may cost; default: as before")] = None,
     wait_: Annotated[bool, typer.Option("--wait", help="stay until the end; Ctrl-C then ends every job")] = False,
     namespace: Namespace = None,
     bucket: Bucket = None,
@@ -247,7 +248,7 @@ def resume(
         from bucket_grpo.jobs.actions import resume as resume_run
 
         found = find(run, namespace=namespace, bucket=bucket)
-        _, status = resume_run(found, wait="finished" if wait_ else "running", say=say)
+        _, status = resume_run(found, wait="finished" if wait_ else "running", say=say, max_usd=max_usd)
     raise typer.Exit(status)
 
 

@@ -244,9 +244,15 @@ def scale(found: Found, replicas: int, say: Callable[[str], None]) -> None:
             say(f"{part}: cancelled")
 
 
-def resume(found: Found, *, wait: str, say: Callable[[str], None]) -> tuple[Plan, int]:
-    """`resume`: a new incarnation with the old one's plan and files; what still runs of the old one is ended first."""
+def resume(found: Found, *, wait: str, say: Callable[[str], None], max_usd: float | None = None) -> tuple[Plan, int]:
+    """`resume`: a new incarnation with the old one's plan and files; what still runs of the old one is ended first.
+
+    Its budget counts anew; `max_usd` replaces the plan's.
+    """
     old = found.plan
+    if max_usd is not None:
+        budget = old.needs.budget.model_copy(update={"max_usd": max_usd})
+        found = replace(found, plan=replace(old, needs=old.needs.model_copy(update={"budget": budget})))
     for part in cancel_jobs(found.hub, run=old.run):
         say(f"{part} of incarnation {old.incarnation}: cancelled")
     for _ in range(15):  # cancelled jobs are listed as active for a moment

@@ -120,7 +120,7 @@ def test_a_spent_budget_ends_the_run_with_a_checkpoint_and_a_resume_goes_on(
     first = outcome["steps"]
     assert eventually(lambda: nothing_runs(hub))
 
-    resumed = shell.start("resume", RUN)
+    resumed = shell.start("resume", RUN, "--max-usd", "1")
     assert resumed.wait(120) == 0
     deadline = time.monotonic() + 300
     while (shell.said().get("step") or 0) <= first and time.monotonic() < deadline:
