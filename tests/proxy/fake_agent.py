@@ -72,6 +72,7 @@ class FakeAgent:
     async def restart(self) -> None:
         """A new process on the same port: nothing is loaded."""
         await self.stop()
+        await asyncio.sleep(0.2)
         self.boot_id, self.seq, self.versions = secrets.token_hex(4), 0, {}
         await self.start(self.port)
 

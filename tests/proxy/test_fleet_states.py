@@ -232,4 +232,4 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleetStates = FleetMachine.TestCase
-TestFleetStates.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestFleetStates.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -19,7 +19,10 @@ ADDRESS = "127.0.0.1"
 
 @pytest.mark.anyio
 @pytest.mark.timeout(180)
-async def test_killed_again_and_again_it_loses_no_version_and_clients_lose_no_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
+async def test_killed_again_and_again_it_loses_no_version_and_clients_lose_no_request(
+    tmp_path: Path, kills: int
+) -> None:
     agents = [await FakeAgent("a", delay_s=0.05).start(), await FakeAgent("b", delay_s=0.05).start()]
     proxy = ProxyProcess(tmp_path, [agent.url for agent in agents])
     newest, answered, stop = 0, [], asyncio.Event()
@@ -53,22 +56,22 @@ async def test_killed_again_and_again_it_loses_no_version_and_clients_lose_no_re
             await publish(1)
             newest = 1
             workers = [asyncio.create_task(roll_out(worker)) for worker in range(16)]
-            for kills in range(1, 11):
+            for number in range(2, kills + 2):
                 await asyncio.sleep(0.3)
                 proxy.kill()
                 proxy.start()
-                await publish(kills + 1)
-                newest = kills + 1
+                await publish(number)
+                newest = number
             stop.set()
             await asyncio.gather(*workers)
             status = await insist("GET", "/status")
-            assert [version["number"] for version in status["versions"]] == list(range(1, 12))
+            assert [version["number"] for version in status["versions"]] == list(range(1, kills + 2))
             assert {version["state"] for version in status["versions"]} == {"live"}
-            assert (status["live"], status["in_flight"], status["parked"]) == (11, 0, 0)
-            assert len(answered) > 100
+            assert (status["live"], status["in_flight"], status["parked"]) == (kills + 1, 0, 0)
+            assert len(answered) > 50
             assert all(answered)
             held = {name for agent in agents for name in agent.versions}
-            assert held == {ref(number).name for number in range(1, 12)}, "no restart took a version away"
+            assert held == {ref(number).name for number in range(1, kills + 2)}, "no restart took a version away"
     finally:
         proxy.close()
         for agent in agents:

@@ -246,4 +246,4 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterStates = RouterMachine.TestCase
-TestRouterStates.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestRouterStates.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
