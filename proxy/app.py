@@ -18,7 +18,7 @@ from bucket_grpo.bucket_sync.vocabulary import VersionRef
 from bucket_grpo.bucket_sync.wire import VersionLiveness
 from bucket_grpo.proxy.completions import Completions
 from bucket_grpo.proxy.config import ProxyConfig, Secrets, check_replica_urls
-from bucket_grpo.proxy.fleet import VersionConflict
+from bucket_grpo.proxy.fleet_state import VersionConflict
 from bucket_grpo.proxy.gate import Gate
 from bucket_grpo.proxy.metrics import registry_for
 from bucket_grpo.proxy.publishing import Publishing

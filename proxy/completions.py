@@ -23,7 +23,7 @@ from bucket_grpo.proxy.asgi import (
     respond,
 )
 from bucket_grpo.proxy.completion import BadRequest, CompletionAnswer, CompletionRequest, parse_answer, parse_request
-from bucket_grpo.proxy.fleet import Refusal, Target, Unknown
+from bucket_grpo.proxy.fleet_state import Refusal, Target, Unknown
 from bucket_grpo.proxy.http_client import Answer, HttpError
 from bucket_grpo.proxy.journal import Record
 from bucket_grpo.proxy.router import Placement

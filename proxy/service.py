@@ -12,7 +12,8 @@ from bucket_grpo.bucket_sync.vocabulary import VersionRef
 from bucket_grpo.bucket_sync.wire import Wanted
 from bucket_grpo.proxy.change import Signal
 from bucket_grpo.proxy.config import ProxyConfig, Secrets
-from bucket_grpo.proxy.fleet import Fleet, Replica, Version
+from bucket_grpo.proxy.fleet import Fleet
+from bucket_grpo.proxy.fleet_state import Replica, Version
 from bucket_grpo.proxy.journal import Journal
 from bucket_grpo.proxy.router import Router
 from bucket_grpo.proxy.upstream import Agents, UpstreamError

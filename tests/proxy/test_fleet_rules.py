@@ -6,7 +6,8 @@ from proxy_harness import INCARNATION, RUN, name, ref
 
 from bucket_grpo.bucket_sync.vocabulary import VersionState
 from bucket_grpo.bucket_sync.wire import AgentStatus, Load, VersionStatus
-from bucket_grpo.proxy.fleet import Fleet, Refusal, Target, Unknown, VersionConflict
+from bucket_grpo.proxy.fleet import Fleet
+from bucket_grpo.proxy.fleet_state import Refusal, Target, Unknown, VersionConflict
 
 READY, FAILED, STAGING = VersionState.READY, VersionState.FAILED, VersionState.STAGING
 

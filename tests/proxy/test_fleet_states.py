@@ -7,7 +7,8 @@ from proxy_harness import BASE, INCARNATION, RUN, name, ref
 
 from bucket_grpo.bucket_sync.vocabulary import VersionState
 from bucket_grpo.bucket_sync.wire import AgentStatus, Load, VersionStatus
-from bucket_grpo.proxy.fleet import Fleet, Replica, Target
+from bucket_grpo.proxy.fleet import Fleet
+from bucket_grpo.proxy.fleet_state import Replica, Target
 
 URLS = ("http://a", "http://b", "http://c")
 NAMES = {"http://a": "a", "http://b": "b", "http://c": "c"}
