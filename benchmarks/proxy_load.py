@@ -3,7 +3,11 @@
 Two upstreams that answer at once (2 KB prompts of token ids, 1.6 KB answers, 8 requests a prompt). The proxy under test
 has one core, load and upstreams have another. Rounds alternate between the proxies, and medians are printed.
 
-    python benchmarks/proxy_load.py --vllm-router /path/to/venv/bin/vllm-router --json
+    python -m venv /tmp/router && /tmp/router/bin/pip install --no-deps vllm-router==0.1.17
+    /tmp/router/bin/pip install setproctitle aiohttp orjson uvicorn fastapi requests
+    python benchmarks/proxy_load.py --vllm-router /tmp/router/bin/vllm-router --json
+
+Without `--vllm-router` only the first two are compared. `--parts memory` watches the memory for ten minutes.
 """
 
 import argparse

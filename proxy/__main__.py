@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(arguments.config)
         secrets = Secrets.from_env()
         check_exposure(config, secrets)
+        config.journal_dir.mkdir(parents=True, exist_ok=True)
         listener = _listen(config, arguments.fd)
     except (OSError, json.JSONDecodeError, ValidationError, ValueError) as error:
         print(f"proxy: {arguments.config}: {error}", file=sys.stderr)

@@ -4,12 +4,15 @@ An append-only file beside the journal; agents only know a version's name, not i
 """
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from bucket_grpo.bucket_sync.vocabulary import VersionRef
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,8 +41,9 @@ class VersionLog:
                     announced.unloaded.add(event["unloaded"])
                 elif "replicas" in event:
                     announced.replicas = event["replicas"]
-            except (ValueError, ValidationError):
-                continue
+            except (ValueError, ValidationError) as error:
+                if line:
+                    log.warning("%s: a line is left out, a kill may have cut it off: %s", self.path, error)
         return announced
 
     def accepted(self, ref: VersionRef) -> None:

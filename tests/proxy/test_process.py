@@ -122,6 +122,14 @@ def test_an_open_address_without_a_key_is_refused(tmp_path: Path, good: dict) ->
     assert "BUCKET_GRPO_API_KEY" in done.stderr
 
 
+def test_a_journal_folder_that_cannot_be_made_is_named(tmp_path: Path, good: dict) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path, {**good, "journal_dir": str(tmp_path / "file" / "journal")})
+    assert done.returncode == 2
+    assert str(tmp_path / "file" / "journal") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "{")
     assert done.returncode == 2
