@@ -1,5 +1,6 @@
 """Plain TRL scripts load an adapter by its path: through the bucket to every replica, or it fails with a reason."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from fake_agent import BASE, FakeAgent
 from proxy_harness import INCARNATION, RUN, name, proxy_for, until
 
+from bucket_grpo.bucket_sync.publisher import Publisher, PublishFailed
+from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.version_file import verify_version
 from bucket_grpo.bucket_sync.vocabulary import VersionState, version_key
 from bucket_grpo.bucket_sync.wire import VersionStatus
@@ -80,6 +83,40 @@ async def test_without_a_bucket_the_call_says_what_is_missing(tmp_path: Path) ->
         assert status == 400
         assert "set bucket" in answer["error"]["message"]
         assert (await proxy.post("/v1/load_lora_adapter", load(0, tmp_path)))[0] == 400
+
+
+async def test_the_trainers_publisher_and_the_proxy_understand_each_other(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    agents = [FakeAgent("a"), FakeAgent("b")]
+    live: list[int] = []
+    async with proxy_for(agents, tmp_path) as proxy:
+        identity = {"run": RUN, "incarnation": INCARNATION, "base_model": BASE}
+        publisher = Publisher(open_store(bucket), proxy.url, max_staleness=4, on_live=live.append, **identity)
+        for number in range(1, 5):
+            adapter = write_adapter(tmp_path / f"adapter-{number}", seed=number, base_model_name_or_path=BASE)
+            await asyncio.to_thread(publisher.submit, number, 4 * number, adapter)
+            await asyncio.to_thread(publisher.wait_live, number, 20)
+            assert (await proxy.complete(number))[0] == 200
+        publisher.retire(1)
+        await until(lambda: all(name(1) not in agent.versions for agent in agents))
+        await asyncio.to_thread(publisher.close, 10)
+    assert live == [1, 2, 3, 4]
+    assert publisher.stats()["failure"] is None
+
+
+async def test_a_version_that_fails_everywhere_stops_the_trainers_publisher(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    failed = VersionStatus(state=VersionState.FAILED, reason="LoRA has no effect")
+    async with proxy_for([FakeAgent("a", load=lambda _: failed)], tmp_path) as proxy:
+        identity = {"run": RUN, "incarnation": INCARNATION, "base_model": BASE}
+        publisher = Publisher(open_store(bucket), proxy.url, max_staleness=4, **identity)
+        adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path=BASE)
+        await asyncio.to_thread(publisher.submit, 1, 4, adapter)
+        with pytest.raises(PublishFailed, match="LoRA has no effect"):
+            await asyncio.to_thread(publisher.wait_live, 1, 20)
+        await asyncio.to_thread(publisher.close, 10)
 
 
 async def test_a_proxy_that_lost_its_memory_reads_the_bucket_for_what_agents_hold(tmp_path: Path) -> None:
