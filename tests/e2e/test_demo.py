@@ -69,18 +69,33 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_nothing_running_or_mounted(t
         demo.kill()
 
 
-def test_a_fleet_that_serves_the_base_model_under_a_versions_name_stops_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lied_about", "said"),
+    [
+        (".", "LoRA has no effect"),  # of the probe already
+        (r"-v\d+$", "canary"),  # only of versions: v1 equals the base, so v2 shows it
+    ],
+)
+def test_a_fleet_that_serves_the_base_model_under_a_versions_name_stops_the_run(
+    tmp_path: Path, lied_about: str, said: str
+) -> None:
     run_dir = tmp_path / "run"
     program = (
         "import sys; from pathlib import Path; from bucket_grpo.cli.demo import DemoOptions, run_demo\n"
-        "sys.exit(run_demo(DemoOptions(run_dir=Path(sys.argv[1]), replicas=1, overrides={'max_steps': 40},"
+        "sys.exit(run_demo(DemoOptions(run_dir=Path(sys.argv[1]), replicas=1, overrides={'max_steps': 60},"
         " vllm_command=[sys.executable, sys.argv[2]])))\n"
     )
     liar = Path(__file__).parents[1] / "inference" / "base_liar.py"
+    (tmp_path / "names").write_text(lied_about)
     result = subprocess.run(
-        [sys.executable, "-c", program, str(run_dir), str(liar)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program, str(run_dir), str(liar)],
+        env={**os.environ, "BASE_LIAR": str(tmp_path / "names")},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 1
-    assert "LoRA has no effect" in result.stdout
+    last = result.stdout.strip().splitlines()[-1]
+    assert "failed on every replica" in last
+    assert said in last
     assert_nothing_left(run_dir)
-    assert os.listdir(run_dir / "bucket")  # the version that was refused is there to look at
