@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -176,6 +177,7 @@ class JobRunner:
             await self._close_gateways(job)
             job.pid = None
             job.expose_urls = []
+            await asyncio.to_thread(_remove_scratch, job.folder)
             job.save()
             self._tasks.pop(job.id, None)
             await self.notify()
@@ -330,6 +332,17 @@ class JobRunner:
         job.expose_urls = []
         for gateway in self._gateways.pop(job.id, []):
             await gateway.close()
+
+
+def _remove_scratch(folder: Path) -> None:
+    """A machine's disk goes with the job; what stays is its record and its log."""
+    for name in ("tmp", "root", "volumes"):
+        try:
+            shutil.rmtree(folder / name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            print(f"could not remove {folder / name}: {error}", file=sys.stderr, flush=True)
 
 
 async def _pipe_reader(fd: int) -> asyncio.StreamReader:

@@ -31,6 +31,7 @@ def test_a_job_runs_to_its_end_and_its_log_can_be_read(hub: Cluster) -> None:
     assert job.status.stage == "SCHEDULING"
     done = hub.wait(job)
     assert done.status.stage == "COMPLETED"
+    assert sorted(path.name for path in (hub.hub.root / "jobs" / job.id).iterdir() if path.is_dir()) == []
     assert done.durations is not None
     assert done.started_at is not None
     assert done.finished_at is not None
