@@ -116,14 +116,15 @@ def _launch_here(run: Any, flags: Any, base: Path, profile: str) -> int:
     from dataclasses import replace
 
     from bucket_grpo.jobs.actions import Found, fetch_results, signals_end, start
-    from bucket_grpo.jobs.at_home import USER, emulated_hub
+    from bucket_grpo.jobs.at_home import USER, emulated_hub, keep_logs
 
     folder = Path("runs") / f"{run.run_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True)
     flags = replace(flags, trainer_flavor="cpu-basic", vllm_flavor="cpu-basic", namespace=USER, bucket=LOCAL_BUCKET)
     with signals_end(), emulated_hub(folder.resolve() / "hub", profile=profile, say=say):
         plan, status = start(run, flags, base, wait="finished", say=say)
-        files = fetch_results(Found.of(plan), folder)
+        files = fetch_results(Found.of(plan), folder, versions=True)
+    keep_logs(folder / "hub", folder / "logs")
     say(f"{len(files)} files in {folder}: next, bucket-grpo report {folder}")
     return status
 
@@ -255,6 +256,7 @@ def resume(
 def fetch(
     run: RunName,
     folder: Annotated[Path | None, typer.Option(help="where to; default: runs/<run>")] = None,
+    versions: Annotated[bool, typer.Option("--versions", help="the published versions too")] = False,
     namespace: Namespace = None,
     bucket: Bucket = None,
 ) -> None:
@@ -263,7 +265,7 @@ def fetch(
         from bucket_grpo.jobs.actions import fetch_results, find
 
         target = folder or Path("runs") / run
-        files = fetch_results(find(run, namespace=namespace, bucket=bucket), target)
+        files = fetch_results(find(run, namespace=namespace, bucket=bucket), target, versions=versions)
     say(f"{len(files)} files in {target}: next, bucket-grpo report {target}")
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from bucket_grpo.bucket_sync.current import Superseded
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
-from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
+from bucket_grpo.bucket_sync.vocabulary import VERSION_KEY, mint_incarnation
 from bucket_grpo.jobs.hardware import Prices, documented_prices
 from bucket_grpo.jobs.hub import HubProblem, JobsHub, is_active
 from bucket_grpo.jobs.labels import VLLM, name_of
@@ -283,16 +283,18 @@ def later_incarnation(old: str) -> str:
     return mint_incarnation(max(datetime.now(UTC), minted + timedelta(seconds=1)))
 
 
-def fetch_results(found: Found, folder: Path) -> list[Path]:
-    """Bring a run's results from the bucket into `folder`; what it wrote so far, if it still runs."""
-    prefix = f"{found.plan.run}/{found.plan.incarnation}/results/"
-    written = []
-    for entry in found.store.list(prefix):
-        target = folder / entry.key.removeprefix(prefix)
+def fetch_results(found: Found, folder: Path, *, versions: bool = False) -> list[Path]:
+    """Bring a run's results from the bucket into `folder`; `versions` too, where `audit` looks for them: `bucket/`."""
+    prefix = f"{found.plan.run}/{found.plan.incarnation}/"
+    results = f"{prefix}results/"
+    targets = {entry.key: folder / entry.key.removeprefix(results) for entry in found.store.list(results)}
+    if versions:
+        listed = [entry.key for entry in found.store.list(prefix)]
+        targets |= {key: folder / "bucket" / key for key in listed if VERSION_KEY.match(key)}
+    for key, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(found.store.read(entry.key))
-        written.append(target)
-    return written
+        target.write_bytes(found.store.read(key))
+    return list(targets.values())
 
 
 def role_jobs(found: Found, role: str | None) -> list[Any]:

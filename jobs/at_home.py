@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -61,3 +62,15 @@ def _wait_for(hub: Child, say: Callable[[str], None]) -> str:
                 return line.removeprefix("serving ")
         time.sleep(0.05)
     raise LaunchFailed(f"the emulated Hub did not start: {hub.tail(3) or 'it left no log'} (log: {hub.log_path})")
+
+
+def keep_logs(root: Path, logs: Path) -> None:
+    """Of a Hub that has ended, keep each job's log, named by its part, and remove the rest."""
+    logs.mkdir(exist_ok=True)
+    for folder in sorted((root / "jobs").iterdir()):
+        labels = json.loads((folder / "job.json").read_text())["spec"]["labels"]
+        if (folder / "log.txt").exists():
+            with (logs / f"job-{labels.get('part', folder.name)}.log").open("ab") as log:
+                log.write((folder / "log.txt").read_bytes())
+    for path in (root, root.parent / "hf-home"):
+        shutil.rmtree(path, ignore_errors=True)
