@@ -41,6 +41,10 @@ from bucket_grpo.trainer.trl_seam import BucketGRPOTrainer
 VERSIONS_OF = ("trl", "peft", "transformers", "torch", "huggingface_hub", "accelerate")
 
 
+class Terminated(BaseException):
+    """SIGTERM came before the first step was done."""
+
+
 class RunFolder(TrainerCallback):
     """Writes each logged step to `metrics.jsonl`; stops the training cleanly after SIGTERM, or when superseded."""
 
@@ -88,6 +92,8 @@ class RunFolder(TrainerCallback):
 
     def on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self.terminated = True
+        if self.first_step_s is None:  # still waiting for replicas or the first version: there is nothing to save
+            raise Terminated
 
 
 def drop_rows_after(path: Path, step: int) -> None:
@@ -246,6 +252,8 @@ def main() -> int:
     job = TrainerJob.read(arguments.config)
     try:
         outcome = train(job, arguments.proxy_url)
+    except Terminated:
+        outcome = Outcome(exit_reason="terminated", error="stopped before the first step")
     except Superseded as error:
         outcome = Outcome(exit_reason="superseded", error=str(error))
     except (PublishFailed, VersionRejected, StoreError, RunFileError, TokenizerError) as error:
