@@ -28,7 +28,7 @@ class Surroundings:
         spec = job.spec
         isolated = job.address is not None
         paths = {} if isolated else {v.mount_path: str(job.folder / "volumes" / v.mount_path[1:]) for v in spec.volumes}
-        home = "/tmp" if isolated else str(job.folder / "tmp")
+        home = "/tmp" if isolated else str(job.plain_home)
         env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "HOME": home,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,11 @@ class Job:
     pid: int | None = None
     address: str | None = None
     veth: str | None = None
+
+    @property
+    def plain_home(self) -> Path:
+        """A plain process's temporary files: under a short path, since a socket's has 107 bytes at most."""
+        return Path(tempfile.gettempdir()) / f"bgj-{self.id[-12:]}"
 
     @property
     def final(self) -> bool:

@@ -177,7 +177,7 @@ class JobRunner:
             await self._close_gateways(job)
             job.pid = None
             job.expose_urls = []
-            await asyncio.to_thread(_remove_scratch, job.folder)
+            await asyncio.to_thread(_remove_scratch, job)
             job.save()
             self._tasks.pop(job.id, None)
             await self.notify()
@@ -213,7 +213,9 @@ class JobRunner:
             if await _line(said) != "unshared":
                 output, _ = await process.communicate()
                 return "ERROR", f"no namespaces for the job: {output.decode(errors='replace').strip()[-300:]}"
-            if self.network:
+            if self.network is None:
+                job.plain_home.mkdir(mode=0o700, exist_ok=True)
+            else:
                 address = self.network.take()
                 job.address, job.veth = address, self.network.connect(process.pid)
                 self._write_hosts(job)
@@ -334,15 +336,15 @@ class JobRunner:
             await gateway.close()
 
 
-def _remove_scratch(folder: Path) -> None:
+def _remove_scratch(job: Job) -> None:
     """A machine's disk goes with the job; what stays is its record and its log."""
-    for name in ("tmp", "root", "volumes"):
+    for path in (*(job.folder / name for name in ("tmp", "root", "volumes")), job.plain_home):
         try:
-            shutil.rmtree(folder / name)
+            shutil.rmtree(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            print(f"could not remove {folder / name}: {error}", file=sys.stderr, flush=True)
+            print(f"could not remove {path}: {error}", file=sys.stderr, flush=True)
 
 
 async def _pipe_reader(fd: int) -> asyncio.StreamReader:
