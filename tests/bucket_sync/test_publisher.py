@@ -91,7 +91,7 @@ def test_submit_returns_at_once_and_then_waits_at_the_bound(publisher, proxy, ad
     assert stats["lag_max"] == 3
     assert [ref.number for ref in proxy.announced] in ([1, 3, 4], [1, 4])
     assert stats["skipped"] + stats["publishes"] == 4
-    assert max(stats["stall_s"]) >= 0.2
+    assert max(stats["stall_s"]) > 0.01
 
 
 def test_live_numbers_ascend_and_come_once(publisher, proxy, adapter):
