@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import json
 import os
 import zipfile
 from dataclasses import replace
@@ -13,6 +14,7 @@ import yaml
 
 from bucket_grpo.bucket_sync.current import claim
 from bucket_grpo.bucket_sync.stores import open_store
+from bucket_grpo.jobs.at_home import keep_logs
 from bucket_grpo.jobs.checkpoint_carrier import SETTLED_S, CheckpointCarrier, bring_back
 from bucket_grpo.jobs.log_copy import LogCopy
 from bucket_grpo.jobs.plan import Plan
@@ -117,3 +119,16 @@ def test_a_log_is_copied_line_by_whole_line(tmp_path: Path, capsys: pytest.Captu
         file.write("o\n")
     copy.copy([path])
     assert capsys.readouterr().out == "two\n"
+
+
+def test_of_a_local_hub_the_jobs_logs_stay_and_its_tokens_go(tmp_path: Path) -> None:
+    for job, part in (("a", "vllm-0"), ("b", "vllm-0"), ("c", "trainer")):
+        folder = tmp_path / "hub" / "jobs" / job
+        folder.mkdir(parents=True)
+        (folder / "job.json").write_text(json.dumps({"spec": {"labels": {"part": part}}}))
+        (folder / "log.txt").write_text(f"{job}\n")
+    (tmp_path / "hub" / "tokens.json").write_text("{}")
+    keep_logs(tmp_path / "hub", tmp_path / "logs")
+    kept = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert kept == {"job-vllm-0.log": "a\nb\n", "job-trainer.log": "c\n"}
+    assert not (tmp_path / "hub").exists()
