@@ -7,7 +7,9 @@ A crash is reported with its cause from vLLM's log; "connection refused" is only
 import asyncio
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +94,10 @@ class Supervisor:
         log.unlink(missing_ok=True)
         command = [sys.executable, "-m", "bucket_grpo.runtime.guard", "--", *command_line(spec, port)]
         board.set_engine("starting")
-        child = self._child = spawn(command, name="vllm", log_path=log, env=environment(spec, os.environ))
+        # vLLM leaves sockets and rendezvous files in the temporary folder: give each life its own, and remove it.
+        scratch = tempfile.mkdtemp(prefix="vllm-")
+        env = {**environment(spec, os.environ), "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
+        child = self._child = spawn(command, name="vllm", log_path=log, env=env)
         client = VllmClient(self._session, f"http://127.0.0.1:{port}")
         ready_at: float | None = None
         try:
@@ -105,6 +110,7 @@ class Supervisor:
         finally:
             self.client = None
             await asyncio.to_thread(child.stop, 0.5 if child.poll() is None else 0.0)
+            shutil.rmtree(scratch, ignore_errors=True)
         board.engine_lost()
         return (0.0 if ready_at is None else time.monotonic() - ready_at), cause
 
