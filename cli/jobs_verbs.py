@@ -151,7 +151,15 @@ def ps(
 
     shown = Table("run", "part", "job", "stage", "flavor", "age", "cost", box=None)
     for row in rows:
-        shown.add_row(row.run, row.part, row.job, row.stage, row.flavor, _age(row.age_s), f"${row.usd:.2f}")
+        shown.add_row(
+            row.run,
+            row.part,
+            row.job,
+            row.stage,
+            row.flavor,
+            _age(row.age_s),
+            "-" if row.usd is None else f"${row.usd:.2f}",
+        )
     Console().print(shown if rows else "no job of yours runs; --all shows those that are over")
 
 
@@ -166,7 +174,8 @@ def inspect(run: RunName, namespace: Namespace = None, bucket: Bucket = None, as
     if as_json:
         print(json.dumps(status.as_json()))
         return
-    print(f"{status.run} · incarnation {status.incarnation} · ${status.usd:.2f} so far")
+    spent = "cost not known" if status.usd is None else f"${status.usd:.2f} so far"
+    print(f"{status.run} · incarnation {status.incarnation} · {spent}")
     for row in status.rows:
         print(f"  {row.part:10} {row.stage:11} {row.flavor:12} {_age(row.age_s):>8}  {row.message or row.url or ''}")
     for key, value in (status.said or {"state": "the trainer job has not said anything yet"}).items():

@@ -172,6 +172,9 @@ class _RollBack:
         if error is None:
             return
         try:
+            # By id as well: a listing may not show yet what was just posted.
+            for job_id in self.launch.posted:
+                self.launch.hub.cancel(job_id)
             self.launch.cancel("the launch failed")
         except HubProblem as problem:
             self.launch.say(f"could not end every job ({problem}): look at `bucket-grpo ps`; their time-outs end them")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bucket_grpo.bucket_sync.store_contract import NotFound, Store, StoreError
-from bucket_grpo.jobs.hardware import EXPOSED_USD_PER_HOUR, Prices
+from bucket_grpo.jobs.hardware import EXPOSED_USD_PER_HOUR, Prices, UnknownFlavor
 from bucket_grpo.jobs.hub import JobsHub, is_active, running_usd, stage
 from bucket_grpo.jobs.labels import TRAINER, name_of
 
@@ -33,7 +33,7 @@ class Row:
     stage: str
     flavor: str
     age_s: int | None
-    usd: float
+    usd: float | None
     message: str | None = None
     url: str | None = None
 
@@ -45,7 +45,7 @@ class RunStatus:
     run: str
     incarnation: str
     active: bool
-    usd: float
+    usd: float | None
     rows: list[Row]
     said: dict[str, Any] | None
     """`status.json` of the trainer job: step, reward, versions, replicas; None if it said nothing yet."""
@@ -71,7 +71,7 @@ def run_status(hub: JobsHub, store: Store | None, prices: Prices, run: str) -> R
         run,
         newest,
         any(row.stage in ("SCHEDULING", "RUNNING") for row in rows),
-        round(sum(row.usd for row in rows), 4),
+        None if any(row.usd is None for row in rows) else round(sum(row.usd or 0.0 for row in rows), 4),
         rows,
         None if store is None else read_status(store, run, newest),
     )
@@ -97,6 +97,14 @@ def bucket_of(jobs: "list[JobInfo]") -> str | None:
     return None
 
 
+def _usd(job: "JobInfo", prices: Prices) -> float | None:
+    """What the job has cost; None on hardware that has no price here, as where the Hub's list could not be had."""
+    try:
+        return round(running_usd([job], prices, EXPOSED_USD_PER_HOUR), 4)
+    except UnknownFlavor:
+        return None
+
+
 def _row(job: "JobInfo", prices: Prices) -> Row:
     name = name_of(job)
     assert name is not None
@@ -110,7 +118,7 @@ def _row(job: "JobInfo", prices: Prices) -> Row:
         stage(job),
         str(job.flavor),
         age_s,
-        round(running_usd([job], prices, EXPOSED_USD_PER_HOUR), 4),
+        _usd(job, prices),
         job.status.message,
         urls[0] if urls else None,
     )
