@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.emulated import NAMESPACES, Cluster, cluster, eventually, running_with
+from bucket_grpo.runtime.guard import descendants
+from tests.jobs.emulated import NAMESPACES, Cluster, cluster, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -70,7 +71,7 @@ def shell(hub: Cluster, tmp_path: Path) -> Shell:
 
 def nothing_runs(hub: Cluster) -> bool:
     active = list(hub.api.list_jobs(status=["SCHEDULING", "RUNNING"], namespace="me"))
-    return not active and not running_with("vllm.entrypoints")
+    return not active and not descendants(hub.hub.process.pid)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
