@@ -63,6 +63,9 @@ def parse_request(raw: bytes) -> CompletionRequest:
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise BadRequest("model is missing or empty: name a version of this run, or the base model")
+    stream = body.get("stream")
+    if not isinstance(stream, bool | None):
+        raise BadRequest('stream must be true or false: vLLM would also take 1 or "yes" and answer with events')
     spans = _top_level_spans(raw)
     prompt = body.get("prompt")
     ids, prompt_bytes = None, b""
@@ -84,7 +87,7 @@ def parse_request(raw: bytes) -> CompletionRequest:
         prompt_bytes=prompt_bytes,
         digest=hashlib.sha256(prompt_bytes).digest(),
         max_tokens=_positive(body.get("max_tokens"), 16) * _positive(body.get("n"), 1),
-        stream=body.get("stream") is True,
+        stream=stream is True,
     )
 
 

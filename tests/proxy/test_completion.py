@@ -49,6 +49,8 @@ def test_only_the_value_of_model_is_replaced() -> None:
         b'{"model": "tiny", "prompt": [1, -1]}',
         b'{"model": "tiny", "prompt": [1, 4294967296]}',
         b'{"model": "tiny", "prompt": [1, 2.5]}',
+        b'{"model": "tiny", "stream": 1}',
+        b'{"model": "tiny", "stream": "true"}',
         b'{"model": "tiny"} trailing',
         b'{"model": "\xff"}',
         b'{"model": "tiny", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -77,7 +79,7 @@ JSON = st.recursive(
 
 
 @given(
-    st.dictionaries(st.text(max_size=6) | st.sampled_from(["prompt", "n", "max_tokens"]), JSON, max_size=6),
+    st.dictionaries(st.text(max_size=6) | st.sampled_from(["prompt", "n", "max_tokens", "stream"]), JSON, max_size=6),
     st.text(min_size=1, max_size=6),
     st.sampled_from([None, 1]),
     st.booleans(),
@@ -93,9 +95,10 @@ def test_any_body_keeps_all_but_its_model(body: dict, model: str, indent: int | 
     except BadRequest:
         escaped = any(json.dumps(key, ensure_ascii=ascii_only)[1:-1] != key for key, _ in members)
         prompt = body.get("prompt")
+        odd_stream = not isinstance(body.get("stream"), bool | None)
         odd_prompt = isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int
         not_utf8 = b"\\ud" in raw.lower() or b"\xed" in raw
-        assert escaped or odd_prompt or not_utf8
+        assert escaped or odd_prompt or odd_stream or not_utf8
         return
     assert request.model == model
     assert json.loads(request.with_model("other")) == {**dict(members), "model": "other"}
