@@ -17,7 +17,8 @@ chaos: setup
 	$(PY) benchmarks/chaos.py $(ARGS)
 
 test: setup lint
-	$(PY) -m pytest -m "not long" $(ARGS)
+	$(PY) -m pytest -m "not e2e and not long" -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -m "e2e and not long" $(ARGS)
 
 test-long: setup
 	$(PY) -m pytest $(ARGS)

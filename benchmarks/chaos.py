@@ -46,12 +46,13 @@ class Chaos:
     run_dir: Path
     kills: int
     steps: int
+    parts: list[str]
     rng: random.Random
     done: list[dict[str, Any]] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        parts = [PARTS[i % len(PARTS)] for i in range(self.kills)]
+        parts = [self.parts[i % len(self.parts)] for i in range(self.kills)]
         self.rng.shuffle(parts)
         # Spread over the run: the last kill still has a good part of it before it.
         at_steps = sorted(self.rng.sample(range(5, max(6 + self.kills, int(self.steps * 0.9))), self.kills))
@@ -146,12 +147,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what may be killed")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--run-dir", type=Path, default=None)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     run_dir = (arguments.run_dir or Path("runs") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").absolute()
-    chaos = Chaos(run_dir, arguments.kills, arguments.steps, random.Random(arguments.seed))
+    chaos = Chaos(run_dir, arguments.kills, arguments.steps, arguments.parts, random.Random(arguments.seed))
     thread = threading.Thread(target=chaos.run, name="chaos", daemon=True)
     thread.start()
     options = DemoOptions(

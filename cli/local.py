@@ -167,8 +167,10 @@ def ended(child: Child, status: int) -> str:
 
 
 def last_line(child: Child) -> str:
+    """What the part said last, in its own words if it had any: libraries go on talking while a process ends."""
     lines = [line.strip() for line in child.tail(30).splitlines() if line.strip()]
-    return lines[-1] if lines else "it left no log"
+    own = [line for line in lines if line.startswith(("replica ", "bucket-grpo ", "cannot "))]
+    return (own or lines or ["it left no log"])[-1]
 
 
 def is_mounted(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Getting one version into vLLM, and proving that it is there. Every doubt is settled by asking `/v1/models`."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 from bucket_grpo.bucket_sync.version_file import Canary
@@ -9,6 +10,8 @@ from bucket_grpo.inference.board import Counters
 from bucket_grpo.inference.canary import Verdict
 from bucket_grpo.inference.probe import write_probe
 from bucket_grpo.inference.vllm_client import EngineRefused, EngineUnreachable, VllmClient
+
+log = logging.getLogger(__name__)
 
 LOAD_ATTEMPTS = 3
 PROOF_TIMEOUT_S = 60.0
@@ -57,8 +60,16 @@ async def probe(client: VllmClient, base: str, version_folder: Path, prompt: lis
         plain = await client.prompt_logprobs(base, prompt, timeout_s=PROOF_TIMEOUT_S)
         probed = await client.prompt_logprobs(PROBE_NAME, prompt, timeout_s=PROOF_TIMEOUT_S)
     finally:
-        await client.unload_adapter(PROBE_NAME)
+        await _unload_probe(client)
     return proof.judge_probe(plain, probed, dtype)
+
+
+async def _unload_probe(client: VllmClient) -> None:
+    """A probe that stays costs a slot until newer adapters push it out; what the proof found must not be lost to that."""
+    try:
+        await client.unload_adapter(PROBE_NAME)
+    except (EngineUnreachable, EngineRefused) as error:
+        log.warning("the probe adapter stays loaded: %s", error)
 
 
 async def check_canary(client: VllmClient, name: str, canary: Canary, allowed: float) -> Verdict:

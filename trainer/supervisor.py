@@ -162,6 +162,7 @@ def write_proxy_config(job: TrainerJob) -> Path:
         "journal_sample_frac": job.journal_sample_frac,
         "max_staleness": run.max_staleness,
         "bucket": job.bucket if job.sync == "blocking" else None,
+        "confirm": job.confirm if job.sync == "blocking" else None,
     }
     path = job.run_dir / "proxy.json"
     path.write_text(json.dumps(config, indent=1))
