@@ -65,7 +65,7 @@ async def probe(client: VllmClient, base: str, version_folder: Path, prompt: lis
 
 
 async def _unload_probe(client: VllmClient) -> None:
-    """A probe that stays costs a slot until newer adapters push it out; what the proof found must not be lost to that."""
+    """A probe that stays costs a slot until newer adapters push it out; that must not hide what the proof found."""
     try:
         await client.unload_adapter(PROBE_NAME)
     except (EngineUnreachable, EngineRefused) as error:
