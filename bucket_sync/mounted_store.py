@@ -8,6 +8,7 @@ uploaded), and only somebody else can tell whether the commit worked. So: the fi
 import contextlib
 import errno
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -191,10 +192,15 @@ def is_mount(path: Path) -> bool:
     real, best = os.path.realpath(path), ("", "")
     for line in lines:
         before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")
+        point = unescaped(before.split()[4])
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[0]):
             best = (point, after.split()[0])
     return best[1].startswith(("fuse", "nfs"))
+
+
+def unescaped(field: str) -> str:
+    """A path from the kernel's list of mounts, where a space or a tab stands as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _stage(path: Path, data: bytes) -> Path:
@@ -220,8 +226,9 @@ def _write_in_place(path: Path, data: bytes, flags: int) -> None:
             view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     except OSError:
-        with contextlib.suppress(OSError):
-            path.unlink()  # a part of a file must not be committed under a version's name
+        if flags & os.O_EXCL:  # a part of a record must not be committed; a pointer's name has an older content to keep
+            with contextlib.suppress(OSError):
+                path.unlink()
         raise
     finally:
         os.close(descriptor)

@@ -147,6 +147,10 @@ class Publisher:
         if self._pressure.max_staleness == 0:  # rollouts may only ever come from the newest version
             self.wait_live(number, self.limits.publish_s)
 
+    def check(self) -> None:
+        """Raise what stopped the publisher, as `submit` would: the last version has no later call to raise it in."""
+        self._raise_failure()
+
     def wait_live(self, number: int, timeout: float) -> None:
         """Wait until `number` or a newer version is live; raises as `submit`, and `PublishFailed` after `timeout` s."""
         with self._changed:

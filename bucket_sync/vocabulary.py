@@ -6,7 +6,7 @@ raises `ValueError`, since a guessed version would be served under a wrong label
 
 import re
 import secrets
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,6 +33,12 @@ def mint_incarnation(now: datetime | None = None) -> str:
     """A new incarnation, `<UTC>-<random>`: sorts by time of start and is never minted twice."""
     now = now or datetime.now(UTC)
     return f"{now.astimezone(UTC):%Y%m%dt%H%M%Sz}-{secrets.token_hex(3)}"
+
+
+def later_incarnation(old: str, now: datetime | None = None) -> str:
+    """A new incarnation that sorts after `old`, also within its second, and where its machine's clock was ahead."""
+    minted = datetime.strptime(check_incarnation(old).partition("-")[0], "%Y%m%dt%H%M%Sz").replace(tzinfo=UTC)
+    return mint_incarnation(max(now or datetime.now(UTC), minted + timedelta(seconds=1)))
 
 
 def check_incarnation(incarnation: str) -> str:

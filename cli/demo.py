@@ -87,7 +87,7 @@ class Demo:
     def watch(self, trainer: Child) -> None:
         """Follow the run until the trainer job ends; raises `PartFailed` if any part ends badly."""
         metrics = Follower(self.run_dir / "metrics.jsonl")
-        with httpx.Client(timeout=2.0) as client:
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
             while trainer.poll() is None:
                 for row in metrics.new():
                     self.progress.step(row)
@@ -204,6 +204,8 @@ def run_demo(options: DemoOptions, *, as_json: bool = False) -> int:
     from bucket_grpo.trainer.audit import audit_folder
 
     check_port(options.port)
+    if (options.run_dir / "run.yaml").exists():
+        raise UserError(f"{options.run_dir} holds a run already: choose another --run-dir")
     run_file = RunFile.load(options.run_file or recipe("tiny-addition"), options.overrides)
     progress = Progress(run_file.max_steps, to_stderr=as_json)
     demo = Demo(run_file, options, progress)

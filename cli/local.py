@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bucket_grpo.bucket_sync.mounted_store import unescaped
 from bucket_grpo.cli.errors import UserError
 from bucket_grpo.runtime.processes import Child, spawn
 
@@ -72,7 +73,9 @@ class LocalRun:
     def env(self) -> dict[str, str]:
         """The environment of the run's jobs: ours with the shared bearer token, and without the user's Hub token."""
         env = {key: value for key, value in os.environ.items() if key not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
-        return {**env, "BUCKET_GRPO_TOKEN": self.token, "TOKENIZERS_PARALLELISM": "false"}
+        # TRL's client would send its calls to the proxy through a web proxy, if the environment names one.
+        local = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        return {**env, **local, "BUCKET_GRPO_TOKEN": self.token, "TOKENIZERS_PARALLELISM": "false"}
 
     def check_disk(self) -> None:
         """Refuse a bucket folder that could not even hold the first versions."""
@@ -175,4 +178,5 @@ def last_line(child: Child) -> str:
 
 def is_mounted(path: Path) -> bool:
     """Read from the kernel's list: looking at a mount whose process is dead raises an error instead."""
-    return any(line.split()[1] == str(path) for line in Path("/proc/self/mounts").read_text().splitlines())
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return any(unescaped(line.split()[1]) == str(path) for line in lines)

@@ -96,7 +96,8 @@ class Reconciler:
                 task.result()
 
     async def _in_engine(self, do: Do, client: VllmClient, version: Version) -> None:
-        self._supervisor.own_requests += 1
+        proving = int(do is Do.PROVE)  # loading generates no token, and has a time-out of its own
+        self._supervisor.own_requests += proving
         try:
             if do is Do.LOAD:
                 await self._load(client, version)
@@ -113,7 +114,7 @@ class Reconciler:
             else:  # a dying engine refuses everything; an unload is tried again
                 await self._interrupted(do, version, str(refusal))
         finally:
-            self._supervisor.own_requests -= 1
+            self._supervisor.own_requests -= proving
 
     async def _load(self, client: VllmClient, version: Version) -> None:
         assert version.folder is not None

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from bucket_grpo.bucket_sync.current import Superseded
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
-from bucket_grpo.bucket_sync.vocabulary import VERSION_KEY, mint_incarnation
+from bucket_grpo.bucket_sync.vocabulary import VERSION_KEY, later_incarnation, mint_incarnation
 from bucket_grpo.jobs.hardware import Prices, documented_prices
 from bucket_grpo.jobs.hub import HubProblem, JobsHub, is_active
 from bucket_grpo.jobs.labels import VLLM, name_of
@@ -275,12 +274,6 @@ def start_again(found: Found, *, resumes: str | None = None, wait: str, say: Cal
     with signals_end():
         launch.start(packed)
         return plan, _after_start(launch, wait)
-
-
-def later_incarnation(old: str) -> str:
-    """A new incarnation that sorts after `old`, also within its second, and where its machine's clock was ahead."""
-    minted = datetime.strptime(old.partition("-")[0], "%Y%m%dt%H%M%Sz").replace(tzinfo=UTC)
-    return mint_incarnation(max(datetime.now(UTC), minted + timedelta(seconds=1)))
 
 
 def fetch_results(found: Found, folder: Path, *, versions: bool = False) -> list[Path]:

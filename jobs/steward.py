@@ -71,11 +71,13 @@ class Steward:
         self.fleet = FleetWatch(plan)
         self.budget = BudgetWatch(plan.needs.budget, self.cost.usd_per_hour)
         self.metrics = Follower(self.run_dir / "metrics.jsonl")
-        self.carrier = CheckpointCarrier(self.store, plan.run, plan.incarnation, scratch / "trl")
+        # Our own training takes its checkpoints up itself; a plain script only leaves them on disk.
+        self.carrier = (
+            CheckpointCarrier(self.store, plan.run, plan.incarnation, scratch / "trl") if plan.script else None
+        )
         self._logs = [scratch / "logs" / name for name in ("supervisor.log", "trainer.log")]
         self.last: dict[str, Any] = {}
         self.urls: list[str] = []
-        self.told: list[str] = []
         self.usd = 0.0
         self.why: str | None = None
         self.asked_to_stop = False
@@ -172,6 +174,8 @@ class Steward:
             run_dir=self.run_dir,
             bucket=str(self.mount),
             confirm=self.plan.needs.bucket,
+            # Through the Hub's API: in the mount they would hold versions back.
+            checkpoints=self.plan.needs.bucket,
             replicas=self.urls,
             # TRL's own scripts look for a server at localhost:8000, and load their adapters by path.
             proxy_port=0 if self.plan.script is None else self.port,
@@ -188,7 +192,8 @@ class Steward:
 
     def _keep_house(self) -> None:
         """One look at the fleet. A Hub that does not answer now is asked again at the next look."""
-        self.carrier.look()
+        if self.carrier is not None:
+            self.carrier.look()
         try:
             self._look()
         except (HubProblem, StoreError) as error:
@@ -216,16 +221,16 @@ class Steward:
             print(f"vllm-{index} was lost; job {job.id} takes its place", flush=True)
 
     def _tell_proxy(self) -> None:
-        """Give the proxy the replicas, whenever they changed. A proxy that just restarts is told at the next look."""
+        """Give the proxy the replicas, if it knows others: they changed, or training was resumed with a new proxy."""
         url = self.run_dir / "proxy.url"
-        if not self.urls or self.urls == self.told or not url.exists():
+        if not self.urls or not url.exists():
             return
         try:
-            httpx.put(f"{url.read_text()}/replicas", json={"urls": self.urls}, timeout=5).raise_for_status()
+            with httpx.Client(base_url=url.read_text(), timeout=5, trust_env=False) as proxy:
+                if proxy.get("/replicas").raise_for_status().json()["urls"] != self.urls:
+                    proxy.put("/replicas", json={"urls": self.urls}).raise_for_status()
         except httpx.HTTPError as error:
             print(f"the proxy was not told of {len(self.urls)} replicas: {error}", file=sys.stderr, flush=True)
-            return
-        self.told = self.urls
 
     def _say_status(self, state: str) -> None:
         said = {
@@ -249,7 +254,7 @@ class Steward:
         if not url.exists():
             return {"live": None, "accepted": None}
         try:
-            status = httpx.get(f"{url.read_text()}/status", timeout=3).json()
+            status = httpx.get(f"{url.read_text()}/status", timeout=3, trust_env=False).json()
         except (httpx.HTTPError, ValueError):
             return {"live": None, "accepted": None}  # starting, restarting, or gone with the training
         return {"live": status.get("live"), "accepted": status.get("accepted")}
@@ -263,8 +268,9 @@ class Steward:
             self.usd = self._spent(self.hub.jobs(run=self.plan.run, incarnation=self.plan.incarnation))
         except HubProblem as error:
             print(f"replicas not cancelled ({error}): they end by the run's state", file=sys.stderr, flush=True)
-        self.carrier.look(ended=True)
-        print(f"checkpoints in the bucket: steps {self.carrier.close() or 'none'}", flush=True)
+        if self.carrier is not None:
+            self.carrier.look(ended=True)
+            print(f"checkpoints in the bucket: steps {self.carrier.close() or 'none'}", flush=True)
         try:
             close_run(self.store, self.plan.run, self.plan.incarnation)
             self._complete_outcome()

@@ -209,7 +209,12 @@ class Completions:
                     if error.refused:
                         service.lost(url, failure)
                 except asyncio.CancelledError:
-                    if attempt.interrupted is None or exchange.client_gone or attempt.task.uncancel() > 0:
+                    if (
+                        attempt.interrupted is None
+                        or exchange.client_gone
+                        or exchange.streaming  # half an answer is with the client: it can't be given anew
+                        or attempt.task.uncancel() > 0
+                    ):
                         raise
                     failure = attempt.interrupted
             if answer is not None and not exchange.streaming:

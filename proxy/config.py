@@ -50,7 +50,6 @@ class ProxyConfig(BaseModel):
     confirm: str | None = Field(
         default=None, description="where a version that was written through a mount shows once it is in the bucket"
     )
-    max_staleness: int | None = Field(default=None, ge=1)
 
     @field_validator("run")
     @classmethod

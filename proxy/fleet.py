@@ -218,12 +218,22 @@ class Fleet:
             return f"it computes in {status.dtype}, this run needs {self.dtype}"
         if replica.stalled_until is not None:
             return f"no token in {self._stall_after_s:g} s with requests in flight"
+        for other in self.replicas.values():
+            name = self._failed_by_only_the_first(replica, other)
+            # Two that each fail what the other loads are both left in: each serves what it has, and the run goes on.
+            if name is not None and self._failed_by_only_the_first(other, replica) is None:
+                return f"quarantined: it failed {name}, which others load: {status.versions[name].reason}"
+        return None
+
+    def _failed_by_only_the_first(self, first: Replica, second: Replica) -> str | None:
+        """A version that is still needed, FAILED on `first` and READY on `second`; None if there is no such one."""
+        if not (first.up and second.up):
+            return None
         for version in self.versions.values():
             name = version.ref.name
-            if version.retired or replica.state(name) is not VersionState.FAILED:
-                continue
-            if any(other.up and other.state(name) is VersionState.READY for other in self.replicas.values()):
-                return f"quarantined: it failed {name}, which others load: {status.versions[name].reason}"
+            failed, ready = first.state(name) is VersionState.FAILED, second.state(name) is VersionState.READY
+            if not version.retired and failed and ready:
+                return name
         return None
 
     def _settle_version(self, version: Version, now: float) -> bool:

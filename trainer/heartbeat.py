@@ -3,11 +3,14 @@
 import logging
 import threading
 
-from bucket_grpo.bucket_sync.current import Current, RunState, Superseded, heartbeat, read_current
+from bucket_grpo.bucket_sync.current import Current, RunState, Superseded, claim, heartbeat, read_current
+from bucket_grpo.bucket_sync.deadline import with_deadline
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 
 # Rare enough that a mount's debounce seldom holds a version back because of it.
 INTERVAL_S = 20.0
+# A mount whose other side hangs must not keep a finished job alive.
+WRITE_LIMIT_S = 20.0
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +24,8 @@ class Heartbeat:
     def __init__(self, store: Store, run: str, incarnation: str, interval_s: float = INTERVAL_S) -> None:
         current = read_current(store, run)
         if current is None or current.incarnation != incarnation:
-            owner = "nobody" if current is None else current.incarnation
-            raise Superseded(f"run {run} belongs to {owner}, not to {incarnation}: launch or resume it anew")
+            # Nobody claimed the run yet, or the last beat of an older incarnation came after our launcher's claim.
+            current = claim(store, run, incarnation)  # raises Superseded if a newer one owns it
         self._store = store
         self._current: Current = current
         self._interval_s = interval_s
@@ -45,9 +48,9 @@ class Heartbeat:
 
     def _write(self, state: RunState) -> None:
         try:
-            self._current = heartbeat(self._store, self._current, state)
+            self._current = with_deadline(lambda: heartbeat(self._store, self._current, state), WRITE_LIMIT_S)
         except Superseded as error:
             self.superseded = str(error)
-        except StoreError as error:
+        except (StoreError, TimeoutError) as error:
             self.missed += 1
             log.warning("heartbeat not written (%d so far): %s", self.missed, error)

@@ -71,7 +71,9 @@ class Outcome(BaseModel):
     groups: dict[str, Any] = Field(default_factory=dict)
     """`{"trained": n, "dropped": {reason: n}}`."""
     adapter: str | None = None
-    """Key of the last published version."""
+    """Key of the newest live version."""
+    cost_usd: float | None = None
+    """What the run's jobs cost; their launcher's steward knows."""
 
     def write(self, run_dir: Path) -> None:
         target = run_dir / "outcome.json"

@@ -163,6 +163,11 @@ class RunFile(Strict):
         return int(self._trl("max_completion_length"))
 
     @property
+    def request_timeout(self) -> float:
+        """Seconds after which TRL gives a completion up."""
+        return float(self._trl("request_timeout"))
+
+    @property
     def seed(self) -> int:
         return int(self._trl("seed"))
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bucket_grpo.bucket_sync.current import claim
-from bucket_grpo.bucket_sync.stores import open_store
-from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
+from bucket_grpo.bucket_sync.current import Superseded, claim
+from bucket_grpo.bucket_sync.stores import StoreError, open_store
+from bucket_grpo.bucket_sync.vocabulary import later_incarnation
 from bucket_grpo.runtime.processes import Child, end_with_parent, spawn
 from bucket_grpo.trainer.job import Outcome, TrainerJob
 from bucket_grpo.trainer.run_file import RunFile
@@ -33,12 +33,14 @@ class Supervisor:
         self.job = job
         self.job_path = job_path
         self.logs = job.run_dir / "logs"
+        self.outcome = job.run_dir / "outcome.json"
         self.asked_to_stop = False
         self.proxy_restarts = 0
         self.training_restarts = 0
 
     def run(self) -> int:
         end_with_parent(signal.SIGTERM)
+        self.outcome.unlink(missing_ok=True)  # of an earlier run in this folder
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         with socket.socket() as listener:
@@ -64,8 +66,10 @@ class Supervisor:
         while True:
             status = self.training.poll()
             if status is not None:
-                if status < 0 and not self.asked_to_stop and self.training_restarts < self.job.max_training_restarts:
-                    self._resume(listener, -status)
+                if self._may_resume(status):
+                    failure = self._resume(listener, -status)
+                    if failure:
+                        return self._fail(failure)
                     continue
                 self._check_outcome(self.training, status)
                 return status if status >= 0 else 128 - status
@@ -80,18 +84,30 @@ class Supervisor:
                     return self._fail(failure)
             time.sleep(POLL_S)
 
-    def _resume(self, listener: socket.socket, signum: int) -> None:
-        """Training was killed: start it again from its newest checkpoint, as a new incarnation with its own proxy."""
+    def _may_resume(self, status: int) -> bool:
+        """A process that was killed may have been in the way of something else; one that failed would fail again."""
+        killed = status < 0 and not self.outcome.exists() and not self.asked_to_stop
+        return killed and self.training_restarts < self.job.max_training_restarts
+
+    def _resume(self, listener: socket.socket, signum: int) -> str | None:
+        """Start killed training again from its newest checkpoint, as a new incarnation with its own proxy.
+
+        Returns why that can't be done, if it can't.
+        """
         self.training_restarts += 1
-        incarnation = mint_incarnation()
+        incarnation = later_incarnation(self.job.incarnation)
         print(f"training was ended by signal {signum}; resuming as incarnation {incarnation}", flush=True)
         self.training.stop(grace_s=0)  # what is left of its process group: TRL's rollout worker
         self.proxy.stop(grace_s=5)
-        claim(open_store(self.job.bucket, confirm=self.job.confirm), self.job.run, incarnation)
+        try:
+            claim(open_store(self.job.bucket, confirm=self.job.confirm), self.job.run, incarnation)
+        except (StoreError, Superseded) as error:
+            return f"training was ended by signal {signum} and can't be resumed: {error}"
         self.job = self.job.model_copy(update={"incarnation": incarnation, "resume": True, "resume_from": None})
         self.job.write(self.job_path)
         self.proxy = self._start_proxy(listener)
         self.training = self._start_training(listener)
+        return None
 
     def _restart_proxy(self, listener: socket.socket) -> str | None:
         """Start the proxy again; the reason for giving up, if it dies too often."""
@@ -131,7 +147,7 @@ class Supervisor:
 
     def _check_outcome(self, training: Child, status: int) -> None:
         """A process that was killed, or died in a library, leaves no outcome: write one with its last words."""
-        if not (self.job.run_dir / "outcome.json").exists():
+        if not self.outcome.exists():
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
             lines = [line for line in training.tail(30).splitlines() if line.strip()]
             last = lines[-1] if lines else "it left no log"
@@ -139,7 +155,7 @@ class Supervisor:
 
     def _fail(self, message: str, reason: str = "error") -> int:
         print(message, file=sys.stderr, flush=True)
-        if not (self.job.run_dir / "outcome.json").exists():
+        if not self.outcome.exists():
             Outcome(exit_reason=reason, error=message).write(self.job.run_dir)
         return 1
 
@@ -160,7 +176,9 @@ def write_proxy_config(job: TrainerJob) -> Path:
         "replicas": job.replicas,
         "journal_dir": str(job.run_dir / "journal"),
         "journal_sample_frac": job.journal_sample_frac,
-        "max_staleness": run.max_staleness,
+        # Parking and retrying end before TRL gives a request up.
+        "request_timeout_s": 0.95 * run.request_timeout,
+        "park_timeout_s": min(90.0, 0.25 * run.request_timeout),
         "bucket": job.bucket if job.sync == "blocking" else None,
         "confirm": job.confirm if job.sync == "blocking" else None,
     }

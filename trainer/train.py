@@ -176,7 +176,7 @@ def train(job: TrainerJob, proxy_url: str) -> Outcome:
         heartbeat.stop("failed")
         raise
     outcome.write(job.run_dir)
-    heartbeat.stop("finished")
+    heartbeat.stop("finished" if outcome.exit_reason == "finished" else "failed")
     return outcome
 
 
@@ -189,15 +189,15 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-        uploader.close(timeout=120)
     finally:
         wall_clock_s = time.monotonic() - started
         trainer.rollout_worker.stop()
-        if trainer.publisher is not None:
-            trainer.publisher.close(timeout=30)
-            write_json(job.run_dir / "publisher.json", trainer.publisher.stats())
+        close(trainer, uploader, job.run_dir, hurry=folder.terminated)
         save_proxy_status(job.run_dir, proxy_url)
+    if trainer.publisher is not None and not folder.terminated:
+        trainer.publisher.check()
     trainer.lineage.write(job.run_dir)
+    live = trainer.publisher.live if trainer.publisher is not None else trainer.model_version
     return Outcome(
         exit_reason="terminated" if folder.terminated else "finished",
         seed=trainer.args.seed,
@@ -205,9 +205,20 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
         wall_clock_s=wall_clock_s,
         time_to_first_step_s=folder.first_step_s,
         groups=trainer.lineage.summary(),
-        adapter=version_key(job.run, job.incarnation, trainer.model_version),
+        adapter=version_key(job.run, job.incarnation, live) if live else None,
         versions={name: importlib.metadata.version(name) for name in VERSIONS_OF},
     )
+
+
+def close(trainer: BucketGRPOTrainer, uploader: CheckpointUploader, run_dir: Path, *, hurry: bool) -> None:
+    """Bring up what is under way. In a hurry (after SIGTERM) there are 25 seconds in all, and TRL's worker had some."""
+    try:
+        uploader.close(timeout=12 if hurry else 120)
+    except TimeoutError as error:
+        print(f"the last checkpoint may be missing in the bucket: {error}", file=sys.stderr)
+    if trainer.publisher is not None:
+        trainer.publisher.close(timeout=3 if hurry else 30)
+        write_json(run_dir / "publisher.json", trainer.publisher.stats())
 
 
 def restore(checkpoints: Store, job: TrainerJob) -> str | None:
@@ -223,7 +234,7 @@ def restore(checkpoints: Store, job: TrainerJob) -> str | None:
 def save_proxy_status(run_dir: Path, proxy_url: str) -> None:
     """Keep the proxy's last word for the report. The proxy may be gone when the run failed: then there is none."""
     try:
-        status = httpx.get(f"{proxy_url}/status", timeout=5).json()
+        status = httpx.get(f"{proxy_url}/status", timeout=5, trust_env=False).json()
     except (httpx.HTTPError, ValueError) as error:
         print(f"no last status of the proxy: {error}", file=sys.stderr)
         return
@@ -264,7 +275,8 @@ def main() -> int:
     if outcome.error:
         outcome.write(job.run_dir)
         print(outcome.error, file=sys.stderr)
-    return 0 if outcome.error is None else 1
+        return 1
+    return 0 if outcome.exit_reason == "finished" else 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":

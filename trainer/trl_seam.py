@@ -223,7 +223,8 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             distance = (logprobs - inputs["old_log_probs"][selected]).abs()
         metrics = self._metrics["train"]
         metrics["bucket_grpo/abs_log_ratio_mean"].append((distance.sum().item(), float(distance.numel())))
-        metrics["bucket_grpo/abs_log_ratio_max"].append(distance.max().item())
+        if distance.numel():
+            metrics["bucket_grpo/abs_log_ratio_max"].append(distance.max().item())
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -260,3 +260,14 @@ def test_the_same_number_with_other_content_is_refused() -> None:
         scene.fleet.accept(ref(1, content="other"))
     with pytest.raises(VersionConflict, match="this proxy serves"):
         scene.fleet.accept(ref(2).model_copy(update={"run": "another"}))
+
+
+def test_two_replicas_that_each_fail_what_the_other_loads_are_not_both_lost() -> None:
+    scene = Scene("ab")
+    for number in (1, 2):
+        scene.fleet.accept(ref(number))
+    scene.says("a", v1=FAILED, v2=READY)
+    scene.says("b", v1=READY, v2=FAILED)
+    scene.later(10)
+    assert (scene.fleet.ready_on(1), scene.fleet.ready_on(2)) == (("b",), ("a",))
+    assert scene.fleet.live == 2

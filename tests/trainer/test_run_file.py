@@ -101,9 +101,7 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
 
 
 def test_files_are_looked_for_beside_the_run_file(tmp_path: Path) -> None:
-    run = load(
-        tmp_path, MINIMAL.replace("me/problems", "data.jsonl").replace("bucket_grpo.trainer.rewards", "../r.py")
-    )
+    run = load(tmp_path, MINIMAL.replace("me/problems", "data.jsonl").replace("bucket_grpo.trainer.rewards", "../r.py"))
     assert run.dataset_name == str(tmp_path / "data.jsonl")
     assert run.reward_funcs == [f"{tmp_path.parent / 'r.py'}:boxed_math"]
     assert run.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"

@@ -116,3 +116,24 @@ def test_rollouts_hear_of_a_version_when_it_is_live_not_when_trl_published_it() 
 def test_a_name_without_a_version_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="not of the form"):
         version_number(name)
+
+
+def test_killed_training_is_resumed_but_not_when_it_was_over_or_asked_to_stop(tmp_path: Path) -> None:
+    from bucket_grpo.trainer.job import Outcome, TrainerJob
+    from bucket_grpo.trainer.supervisor import Supervisor
+
+    job = TrainerJob(
+        run_file=tmp_path / "run.yaml", run="r", incarnation="20261130t154500z-a1b2c3", run_dir=tmp_path,
+        bucket=str(tmp_path), replicas=["http://127.0.0.1:1"], max_training_restarts=1,
+    )  # fmt: skip
+    supervisor = Supervisor(job, tmp_path / "trainer.json")
+    assert supervisor._may_resume(-9)
+    assert not supervisor._may_resume(1)
+    supervisor.asked_to_stop = True
+    assert not supervisor._may_resume(-9)
+    supervisor.asked_to_stop = False
+    supervisor.training_restarts = 1
+    assert not supervisor._may_resume(-9)
+    supervisor.training_restarts = 0
+    Outcome(exit_reason="finished").write(tmp_path)
+    assert not supervisor._may_resume(-11)
