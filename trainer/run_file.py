@@ -15,7 +15,7 @@ from bucket_grpo.bucket_sync.vocabulary import check_run_name
 from bucket_grpo.trainer.trl_fields import known
 from bucket_grpo.trainer.yaml_lines import Lines, RunFileError, read_mapping
 
-__all__ = ["Budget", "Jobs", "RunFile", "RunFileError", "TrainerJobBlock", "VllmJobBlock"]
+__all__ = ["Budget", "Jobs", "Retention", "RunFile", "RunFileError", "TrainerJobBlock", "VllmJobBlock"]
 
 # Set by where the job runs, not by the run file.
 PLACED_BY_US = {
@@ -67,6 +67,17 @@ class Budget(Strict):
     no_progress: str | None = None
 
 
+class Retention(Strict):
+    """Which versions stay in the bucket. By default all do: an audit needs those that it is asked about."""
+
+    window: int | None = Field(default=None, ge=1)
+    """Newest versions that stay; None keeps all."""
+    every: int = Field(default=0, ge=0)
+    """Beside them, every k-th version; 0: none."""
+    dead_after_days: float = Field(default=7.0, gt=0)
+    """Age after which an earlier incarnation's versions go."""
+
+
 class RunFile(Strict):
     """One run. TRL's fields are in `trl`; everything else is a field of its own."""
 
@@ -100,6 +111,7 @@ class RunFile(Strict):
     bucket: str | None = None
     jobs: Jobs = Field(default_factory=Jobs)
     budget: Budget = Field(default_factory=Budget)
+    retention: Retention = Field(default_factory=Retention)
     journal_sample_frac: float = Field(default=0.02, ge=0, le=1)
     trl: dict[str, Any] = Field(default_factory=dict)
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +21,9 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from bucket_grpo.bucket_sync.checkpoint_uploader import CheckpointUploader
 from bucket_grpo.bucket_sync.checkpoints import restore_checkpoint
+from bucket_grpo.bucket_sync.proxy_client import ProxyClient
 from bucket_grpo.bucket_sync.publisher import Publisher, PublishFailed, Superseded
+from bucket_grpo.bucket_sync.retention import Janitor, RetentionRules, RetentionThread
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.version_file import VersionRejected
@@ -186,12 +189,15 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
     checkpoint = str(job.resume_from) if job.resume_from else restore(checkpoints, job) if job.resume else None
     uploader = CheckpointUploader(checkpoints, job.run, job.incarnation, job.run_dir / "spool")
     trainer = build_trainer(run, job, store, proxy_url, folder, uploader)
+    sweeper = start_sweeper(run, job, store, proxy_url)
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         wall_clock_s = time.monotonic() - started
         trainer.rollout_worker.stop()
+        if sweeper is not None:
+            sweeper.close(timeout=5)
         close(trainer, uploader, job.run_dir, hurry=folder.terminated)
         save_proxy_status(job.run_dir, proxy_url)
     if trainer.publisher is not None and not folder.terminated:
@@ -208,6 +214,19 @@ def _train(run: RunFile, job: TrainerJob, store: Store, proxy_url: str, folder: 
         adapter=version_key(job.run, job.incarnation, live) if live else None,
         versions={name: importlib.metadata.version(name) for name in VERSIONS_OF},
     )
+
+
+def start_sweeper(run: RunFile, job: TrainerJob, store: Store, proxy_url: str) -> RetentionThread | None:
+    """Deletes versions that nobody needs any more; None where the run file keeps all."""
+    if run.retention.window is None:
+        return None
+    rules = RetentionRules(
+        window=run.retention.window,
+        every=run.retention.every,
+        dead_after=timedelta(days=run.retention.dead_after_days),
+    )
+    wanted = ProxyClient(proxy_url).wanted
+    return RetentionThread(Janitor(store, job.run, job.incarnation, wanted, rules))
 
 
 def close(trainer: BucketGRPOTrainer, uploader: CheckpointUploader, run_dir: Path, *, hurry: bool) -> None:
