@@ -209,6 +209,8 @@ def run_demo(options: DemoOptions, *, as_json: bool = False) -> int:
     run_file = RunFile.load(options.run_file or recipe("tiny-addition"), options.overrides)
     progress = Progress(run_file.max_steps, to_stderr=as_json)
     demo = Demo(run_file, options, progress)
+    # Ctrl-C ends the run also where a shell started us in the background, with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A terminal that closes, or a plain kill, must clean up as Ctrl-C does.
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: sys.exit(128 + number))
