@@ -17,6 +17,7 @@ from pathlib import Path
 from bucket_grpo.bucket_sync.stores import StoreError, open_store
 from bucket_grpo.inference.replica import run_replica
 from bucket_grpo.inference.spec import ReplicaSpec
+from bucket_grpo.runtime.processes import raise_file_limit
 
 TOKEN_ENV = "BUCKET_GRPO_TOKEN"
 BAD_CONFIG, PORT_IN_USE = 2, 3
@@ -51,6 +52,7 @@ def main() -> int:
     )
     parser.add_argument("--config", type=Path, required=True, help="a JSON file; its keys are ReplicaSpec's fields")
     arguments = parser.parse_args()
+    raise_file_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     token = os.environ.get(TOKEN_ENV) or None
     try:

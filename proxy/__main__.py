@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from bucket_grpo.proxy.app import build_app
 from bucket_grpo.proxy.config import ProxyConfig, Secrets, check_exposure, load_config
 from bucket_grpo.proxy.http_server import BoundedHttpProtocol
+from bucket_grpo.runtime.processes import raise_file_limit
 
 BACKLOG = 2048
 
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, help="serve on this inherited listening socket")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     arguments = parser.parse_args(argv)
+    raise_file_limit()
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = load_config(arguments.config)

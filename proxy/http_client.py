@@ -6,6 +6,7 @@ go through aiohttp.
 """
 
 import asyncio
+import errno
 import ssl
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 MAX_ANSWER_BYTES = 256 << 20
+OUR_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 KEEP_IDLE_S = 60.0
 
 
@@ -146,7 +148,8 @@ class Host:
         except TimeoutError as error:
             raise HttpError(f"no connection within {connect_timeout_s:g} s", refused=True) from error
         except OSError as error:
-            raise HttpError(f"can't connect: {error}", refused=True) from error
+            # Running out of files or memory here says nothing about the replica.
+            raise HttpError(f"can't connect: {error}", refused=error.errno not in OUR_OWN_LIMITS) from error
         return connection
 
     def keep(self, connection: Connection) -> None:

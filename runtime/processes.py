@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -110,6 +111,12 @@ def tail(path: Path, lines: int = 20) -> str:
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except FileNotFoundError:
         return ""
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as this user may have: each request in flight holds two sockets."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
