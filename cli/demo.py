@@ -23,6 +23,7 @@ from bucket_grpo.bucket_sync.vocabulary import mint_incarnation
 from bucket_grpo.cli.errors import UserError
 from bucket_grpo.cli.local import LocalRun, PartFailed
 from bucket_grpo.cli.progress import Progress, counted
+from bucket_grpo.inference.spec import loras_for
 from bucket_grpo.runtime.jsonl import Follower
 from bucket_grpo.runtime.processes import Child, free_port
 from bucket_grpo.trainer.job import Outcome, TrainerJob
@@ -115,7 +116,7 @@ class Demo:
             "staging_dir": str(self.run_dir / "staging" / f"vllm-{index}"),
             "log_dir": str(self.run_dir / "logs"),
             "max_lora_rank": self.run_file.lora_r,
-            "max_loras": self.run_file.max_staleness + 2,
+            "max_loras": loras_for(self.run_file.max_staleness),
             "cpu_threads": 1,
             **self.run_file.vllm_spec,
         }

@@ -16,7 +16,7 @@ from bucket_grpo.bucket_sync.current import Superseded
 from bucket_grpo.bucket_sync.store_contract import Store, StoreError
 from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.vocabulary import VERSION_KEY, later_incarnation, mint_incarnation
-from bucket_grpo.jobs.hardware import Prices, documented_prices
+from bucket_grpo.jobs.hardware import documented_prices
 from bucket_grpo.jobs.hub import HubProblem, JobsHub, is_active
 from bucket_grpo.jobs.labels import VLLM, name_of
 from bucket_grpo.jobs.launch import Launch, LaunchFailed, cancel_jobs, close_run, secrets_for
@@ -294,10 +294,6 @@ def role_jobs(found: Found, role: str | None) -> list[Any]:
     """The jobs of the newest incarnation, of one role or of all; active ones last, so that their logs come last."""
     labels = {"run": found.plan.run, "incarnation": found.plan.incarnation} | ({"role": role} if role else {})
     return sorted(found.hub.jobs(**labels), key=is_active)
-
-
-def prices_of(hub: JobsHub) -> Prices:
-    return hub.prices()
 
 
 class signals_end:

@@ -10,7 +10,6 @@ fraction that it would have flagged is `power_frac`. Adjacent policies are the h
 """
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bucket_grpo.bucket_sync.stores import NotFound, Store, open_store
 from bucket_grpo.bucket_sync.version_file import VerifiedVersion, VersionRejected, verify_version
-from bucket_grpo.bucket_sync.vocabulary import parse_version_key, served_name, version_key
+from bucket_grpo.bucket_sync.vocabulary import SERVED_NAME, parse_version_key, served_name, version_key
 from bucket_grpo.report.files import read_yaml, write_json
 from bucket_grpo.report.journal import Sample, read_samples
 
@@ -32,7 +31,6 @@ from bucket_grpo.report.journal import Sample, read_samples
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 WORST_CASES = 10
-SERVED_NAME = re.compile(r"(?P<run>.+)-(?P<incarnation>\d{8}t\d{6}z-[0-9a-f]{6})-v(?P<number>\d+)\Z")
 
 
 class WorstCase(BaseModel):

@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bucket_grpo.report.files import write_text
+
 
 class TrainerJob(BaseModel):
     """`python -m bucket_grpo.trainer --config trainer.json`."""
@@ -76,7 +78,4 @@ class Outcome(BaseModel):
     """What the run's jobs cost; their launcher's steward knows."""
 
     def write(self, run_dir: Path) -> None:
-        target = run_dir / "outcome.json"
-        scratch = target.with_suffix(".tmp")
-        scratch.write_text(self.model_dump_json(indent=1))
-        scratch.rename(target)
+        write_text(run_dir / "outcome.json", self.model_dump_json(indent=1))

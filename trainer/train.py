@@ -29,6 +29,7 @@ from bucket_grpo.bucket_sync.stores import open_store
 from bucket_grpo.bucket_sync.version_file import VersionRejected
 from bucket_grpo.bucket_sync.vocabulary import version_key
 from bucket_grpo.report.completions import rollout_key
+from bucket_grpo.report.files import write_json, write_text
 from bucket_grpo.runtime.processes import end_with_parent
 from bucket_grpo.trainer import tree_attention
 from bucket_grpo.trainer.canary import canary_tokens
@@ -104,9 +105,7 @@ def drop_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text().splitlines(keepends=True) if _is_whole_row(line, step)]
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(kept))
-    scratch.rename(path)
+    write_text(path, "".join(kept))
 
 
 def _is_whole_row(line: str, last_step: int) -> bool:
@@ -258,12 +257,6 @@ def save_proxy_status(run_dir: Path, proxy_url: str) -> None:
         print(f"no last status of the proxy: {error}", file=sys.stderr)
         return
     write_json(run_dir / "proxy_status.json", status)
-
-
-def write_json(path: Path, value: Any) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(value, indent=1))
-    scratch.rename(path)
 
 
 def root_cause(error: BaseException) -> str:
